@@ -1,0 +1,35 @@
+# The only entry points. `make demo` and `make test` need nothing but python3 (>= 3.10) and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check bench figures clean
+.DEFAULT_GOAL := demo
+
+demo: $(VENV)/.installed
+	$(BIN)/oled-moe demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_import_rule.py
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/memory.py
+
+# torch goes in first and at exactly the pinned version: a machine that already has that
+# build at hand (a CPU build, say) takes it, and no later step replaces it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit('oled-moe needs Python 3.10 or newer, this is ' + sys.version.split()[0]) if sys.version_info < (3, 10) else None"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info

@@ -1,0 +1,341 @@
+"""What a user may set: engine and sampling parameters, sizes; parsed and validated once.
+
+All values are frozen. A wrong one raises ConfigError naming the field, the value and what is
+allowed. Nothing here reads the environment or a file.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from oled_moe.errors import ConfigError
+
+DEVICES = ("cpu", "emulated")
+DTYPES = ("bfloat16", "float16", "float32")
+ALGORITHMS = ("low_confidence", "joint_threshold")
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(field: str, value: int | str, *, whole_bytes: int | None = None) -> int:
+    """Bytes in `8GiB`, `512MiB`, `1000000`, or, where `whole_bytes` is known, `50%` of it.
+
+    Raises: ConfigError for anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        if value.strip().endswith("%") and whole_bytes is not None:
+            try:
+                share = float(value.strip()[:-1])
+            except ValueError:
+                share = math.nan
+            if 0 <= share <= 100:
+                return int(whole_bytes * share / 100)
+        match = _SIZE.fullmatch(value)
+        if match and match[2].upper() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    raise ConfigError(f"{field} is {value!r}; write a size such as 8GiB, 512MiB or 50%")
+
+
+def format_size(num_bytes: float) -> str:
+    """`num_bytes` in the largest binary unit that leaves at least one whole unit."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def check_int(
+    field: str, value: object, *, minimum: int, maximum: int | None = None, hint: str = ""
+) -> None:
+    """Raise ConfigError unless `value` is an int (no bool) within the bounds."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if is_int and value >= minimum and (maximum is None or value <= maximum):  # type: ignore[operator]  # is_int narrows at run time only
+        return
+    upper = f" to {maximum}" if maximum is not None else " or more"
+    raise ConfigError(f"{field} is {value!r}; allowed: a whole number, {minimum}{upper}{hint}")
+
+
+def check_real(field: str, value: object, *, minimum: float, maximum: float = math.inf) -> None:
+    """Raise ConfigError unless `value` is a finite number within the bounds."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_real and math.isfinite(value) and minimum <= value <= maximum:  # type: ignore[arg-type, operator]  # is_real narrows at run time only
+        return
+    upper = f" to {maximum:g}" if math.isfinite(maximum) else " or more"
+    raise ConfigError(f"{field} is {value!r}; allowed: a number, {minimum:g}{upper}")
+
+
+def check_choice(field: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{field} is {value!r}; allowed: {', '.join(choices)}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How a model is run.
+
+    At most one of `experts_per_layer` (slots for routed experts, mean over the MoE layers; staging
+    slots come on top), `expert_memory` (bytes for slots and staging together) and `memory` (bytes
+    for everything: weights, K/V, activations, slots) may be given; without any, the engine takes
+    what the machine has to spare. `policy` is `NAME[:key=value,...]` or an `OffloadPolicy`;
+    `hardware` a `HardwareProfile`, the path of one, or None for what `doctor` stored, else a
+    built-in guess. `dtype` None keeps the stored one. `cpu_experts` False turns CPU execution of
+    missing experts off.
+
+    Raises: ConfigError for a field outside its range.
+    """
+
+    device: str = "cpu"
+    experts_per_layer: float | None = None
+    expert_memory: int | str | None = None
+    memory: int | str | None = None
+    policy: object = "oled"
+    cpu_experts: bool = True
+    dtype: str | None = None
+    hardware: object = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 1
+    threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda":
+            raise ConfigError(
+                "device is 'cuda'; this version runs on: cpu, emulated (CUDA is planned)"
+            )
+        check_choice("device", self.device, DEVICES)
+        budgets = ("experts_per_layer", "expert_memory", "memory")
+        given = [name for name in budgets if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are both given; give one of them")
+        if self.experts_per_layer is not None:
+            check_real("experts_per_layer", self.experts_per_layer, minimum=0)
+        for name in ("expert_memory", "memory"):
+            value = getattr(self, name)
+            if value is not None:
+                parse_size(name, value, whole_bytes=0)
+        if not isinstance(self.cpu_experts, bool):
+            raise ConfigError(f"cpu_experts is {self.cpu_experts!r}; allowed: True, False")
+        if self.dtype is not None:
+            check_choice("dtype", self.dtype, DTYPES)
+        if self.max_model_len is not None:
+            check_int("max_model_len", self.max_model_len, minimum=1)
+        check_int("max_num_seqs", self.max_num_seqs, minimum=1)
+        if self.threads is not None:
+            check_int("threads", self.threads, minimum=1)
+        check_int("seed", self.seed, minimum=0, maximum=2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one answer is decoded. A field left None takes the checkpoint's value, else the default.
+
+    Defaults: algorithm low_confidence, max_tokens 256, block_length 32, steps = block_length,
+    threshold 0.95, edit_threshold 0.9, max_post_edit_steps 16, num_to_transfer 1, minimal_topk 1,
+    temperature 0 (argmax), no top_k, no top_p, no eos_early_stop.
+    `ignore_eos` decodes all of max_tokens. `stop` are strings that end the answer and are not part
+    of it; `stop_token_ids` end it like eos does.
+
+    Source: released LLaDA2.0 and LLaDA2.1 `generate` (architecture.md 5, models.md 4 and 5).
+    Raises: ConfigError for a field outside its range.
+    """
+
+    algorithm: str | None = None
+    max_tokens: int | None = None
+    block_length: int | None = None
+    steps: int | None = None
+    threshold: float | None = None
+    edit_threshold: float | None = None
+    max_post_edit_steps: int | None = None
+    num_to_transfer: int | None = None
+    minimal_topk: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    eos_early_stop: bool | None = None
+    ignore_eos: bool | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    mask_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.algorithm is not None:
+            check_choice("algorithm", self.algorithm, ALGORITHMS)
+        minima = {
+            "max_tokens": 1,
+            "block_length": 1,
+            "steps": 1,
+            "max_post_edit_steps": 0,
+            "num_to_transfer": 1,
+            "minimal_topk": 1,
+            "top_k": 1,
+            "seed": 0,
+            "mask_token_id": 0,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        }
+        for name, minimum in minima.items():
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), minimum=minimum, maximum=2**63 - 1)
+        for name in ("threshold", "edit_threshold"):
+            if getattr(self, name) is not None:
+                check_real(name, getattr(self, name), minimum=0, maximum=1)
+        if self.temperature is not None:
+            check_real("temperature", self.temperature, minimum=0)
+        if self.top_p is not None:
+            check_real("top_p", self.top_p, minimum=0, maximum=1)
+        for name in ("eos_early_stop", "ignore_eos"):
+            if getattr(self, name) not in (None, True, False):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if stop is not None:
+            if not all(isinstance(text, str) and text for text in stop):
+                raise ConfigError(f"stop is {self.stop!r}; allowed: strings that are not empty")
+            object.__setattr__(self, "stop", tuple(stop))
+        if self.stop_token_ids is not None:
+            for token_id in self.stop_token_ids:
+                check_int("stop_token_ids", token_id, minimum=0)
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    def with_defaults(self, defaults: "SamplingParams") -> "SamplingParams":
+        """This, with every field that is None taken from `defaults`."""
+        missing = {
+            field.name: getattr(defaults, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) is None
+        }
+        return replace(self, **missing)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingParams:
+    """SamplingParams with nothing left open: what the decoding loop works from."""
+
+    algorithm: str
+    max_tokens: int
+    block_length: int
+    steps: int
+    threshold: float
+    edit_threshold: float
+    max_post_edit_steps: int
+    num_to_transfer: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    eos_early_stop: bool
+    ignore_eos: bool
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    mask_token_id: int
+    eos_token_id: int | None
+
+    @classmethod
+    def resolve(cls, params: SamplingParams) -> "DecodingParams":
+        """Fill what is still None from the built-in defaults and apply the step rule.
+
+        Raises: ConfigError where no mask id is known, or minimal_topk leaves no step.
+        Source: released LLaDA2.0 `generate`: steps = min(steps, gen_length // minimal_topk), here
+        with gen_length = max(max_tokens, block_length), so that a small max_tokens does not accept
+        a whole block at once (architecture.md 5).
+        """
+        if params.mask_token_id is None:
+            raise ConfigError(
+                "mask_token_id is in neither the parameters, config.json, generation_config.json "
+                "nor the tokenizer; give it as a sampling parameter"
+            )
+        max_tokens = _default(params.max_tokens, 256)
+        block_length = _default(params.block_length, 32)
+        minimal_topk = _default(params.minimal_topk, 1)
+        length = max(max_tokens, block_length)
+        if minimal_topk > length:
+            raise ConfigError(
+                f"minimal_topk is {minimal_topk}; allowed: 1 to {length}, "
+                "the larger of max_tokens and block_length"
+            )
+        return cls(
+            algorithm=_default(params.algorithm, "low_confidence"),
+            max_tokens=max_tokens,
+            block_length=block_length,
+            steps=min(_default(params.steps, block_length), length // minimal_topk),
+            threshold=_default(params.threshold, 0.95),
+            edit_threshold=_default(params.edit_threshold, 0.9),
+            max_post_edit_steps=_default(params.max_post_edit_steps, 16),
+            num_to_transfer=_default(params.num_to_transfer, 1),
+            temperature=_default(params.temperature, 0.0),
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=_default(params.seed, 0),
+            eos_early_stop=bool(params.eos_early_stop),
+            ignore_eos=bool(params.ignore_eos),
+            stop=tuple(params.stop or ()),
+            stop_token_ids=tuple(params.stop_token_ids or ()),
+            mask_token_id=params.mask_token_id,
+            eos_token_id=params.eos_token_id,
+        )
+
+
+def _default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+# Names that generation_config.json files use for what SamplingParams calls otherwise.
+_GENERATION_ALIASES = {
+    "max_new_tokens": "max_tokens",
+    "gen_length": "max_tokens",
+    "editing_threshold": "edit_threshold",
+    "max_post_steps": "max_post_edit_steps",
+    "mask_id": "mask_token_id",
+    "eos_id": "eos_token_id",
+}
+
+
+def sampling_from_generation_config(values: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters that a generation_config.json sets; keys of others are ignored.
+
+    A list of eos ids becomes one eos and further stop ids; `do_sample: false` is temperature 0.
+    Raises: ConfigError naming the field where a value is not allowed.
+    """
+    known = {field.name for field in fields(SamplingParams)}
+    chosen: dict[str, Any] = {}
+    for key, value in values.items():
+        name = _GENERATION_ALIASES.get(key, key)
+        if name in known and value is not None:
+            chosen[name] = value
+    eos = chosen.get("eos_token_id")
+    if isinstance(eos, list) and eos:
+        chosen["eos_token_id"] = eos[0]
+        chosen.setdefault("stop_token_ids", tuple(eos[1:]))
+    if values.get("do_sample") is False:
+        chosen["temperature"] = 0.0
+    if chosen.get("top_k") == 0:
+        del chosen["top_k"]
+    try:
+        return SamplingParams(**chosen)
+    except ConfigError as error:
+        raise ConfigError(f"generation_config.json: {error}") from None

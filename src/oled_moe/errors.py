@@ -1,0 +1,54 @@
+"""The exceptions a user can meet; each carries the process exit code of its kind.
+
+    OledMoeError                1  failed while running
+    ├── ConfigError             2  a flag, a parameter, a config value
+    ├── InputError              2  a prompt, a message, a token id
+    ├── CheckpointError         2  a file that is corrupt, incomplete or not supported
+    ├── ModelNotFoundError      3  nothing at that path, no such hub id in the local cache
+    ├── DoesNotFitError         4  the memory plan cannot work
+    └── MissingDependencyError  5  an optional package, named
+
+Every message is one sentence or two: what is wrong and where, what is allowed, what to do.
+"""
+
+
+class OledMoeError(Exception):
+    """Base of all errors meant for the user."""
+
+    exit_code = 1
+
+
+class ConfigError(OledMoeError, ValueError):
+    """A parameter has a value that is not allowed."""
+
+    exit_code = 2
+
+
+class InputError(OledMoeError, ValueError):
+    """A prompt or message cannot be used as given."""
+
+    exit_code = 2
+
+
+class CheckpointError(OledMoeError):
+    """A checkpoint is corrupt, incomplete or of a kind that is not read."""
+
+    exit_code = 2
+
+
+class ModelNotFoundError(OledMoeError):
+    """No model at the place that was named."""
+
+    exit_code = 3
+
+
+class DoesNotFitError(OledMoeError):
+    """The memory that was granted cannot hold what was asked for."""
+
+    exit_code = 4
+
+
+class MissingDependencyError(OledMoeError):
+    """An optional dependency is not installed."""
+
+    exit_code = 5
