@@ -102,7 +102,7 @@ class EngineConfig:
     what the machine has to spare. `policy` is `NAME[:key=value,...]` or an `OffloadPolicy`;
     `hardware` a `HardwareProfile`, the path of one, or None for what `doctor` stored, else a
     built-in guess. `dtype` None keeps the stored one. `cpu_experts` False turns CPU execution of
-    missing experts off.
+    missing experts off. `force` loads even where the memory plan exceeds what is free.
 
     Raises: ConfigError for a field outside its range.
     """
@@ -119,6 +119,7 @@ class EngineConfig:
     max_num_seqs: int = 1
     threads: int | None = None
     seed: int = 0
+    force: bool = False
 
     def __post_init__(self) -> None:
         if self.device == "cuda":

@@ -1,0 +1,254 @@
+"""ExpertCache: who is in which slot, and what to do for each demand.
+
+The one place that applies the retention rule: after a demand a layer's slots hold the best of
+resident or loaded experts by score, ties to the lower id. Everything is decided before anything
+moves; engine and simulator drive the same object. One thread plans.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from oled_moe.errors import ConfigError
+from oled_moe.policies import OffloadPolicy
+from oled_moe.policies.allocation import uniform_capacities
+from oled_moe.policies.dispatch import MissSet
+from oled_moe.types import BoolArray, IntArray, LayerDemand, LayerPlan, MoeShape
+
+_NONE: IntArray = np.empty(0, dtype=np.int64)
+
+
+class ExpertCache:
+    """Residency table of one pool of equal slots, shared by all layers.
+
+    The pool has `num_slots` slots for residents and `num_staging` more through which experts that
+    will not stay are streamed. A layer's capacity is a count, not a range of slots. With a slot
+    for every expert (`is_complete`) nothing is ever decided again once all are resident.
+
+    Raises: ConfigError where there is not one slot, or more slots than experts.
+    Source: architecture.md 3.2 and 3.3; policies.md 2.3 and 5.5.
+    """
+
+    def __init__(
+        self,
+        shape: MoeShape,
+        policy: OffloadPolicy,
+        *,
+        num_slots: int,
+        num_staging: int,
+        has_cpu_experts: bool = False,
+    ) -> None:
+        total = shape.num_experts_total
+        if not 0 <= num_slots <= total:
+            raise ConfigError(f"expert slots: {num_slots}; allowed: 0 to {total}, all experts")
+        if num_slots < total and num_staging < 1:
+            raise ConfigError(
+                f"staging slots: {num_staging}; allowed: 1 or more unless all {total} fit"
+            )
+        self.shape = shape
+        self.policy = policy
+        self.num_slots = num_slots
+        self.num_staging = num_staging
+        self.has_cpu_experts = has_cpu_experts
+        self.capacities = uniform_capacities(num_slots, shape)
+        self._slot_of = np.full((shape.num_layers, shape.num_experts), -1, dtype=np.int64)
+        self._owner = np.full(num_slots + num_staging, -1, dtype=np.int64)
+        self._free: deque[int] = deque(range(num_slots + num_staging))
+        self._num_resident = [0] * shape.num_layers
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every expert of every layer is resident."""
+        return sum(self._num_resident) == self.shape.num_experts_total
+
+    @property
+    def num_resident(self) -> int:
+        """Experts resident now, all layers."""
+        return sum(self._num_resident)
+
+    def resident_ids(self, layer: int) -> IntArray:
+        """Ids int64 [N], ascending, of the experts resident in `layer`."""
+        ids: IntArray = (self._slot_of[layer] >= 0).nonzero()[0]
+        return ids
+
+    def slot_of(self, layer: int, expert: int) -> int:
+        """The slot that holds an expert, -1 where it is not resident."""
+        return int(self._slot_of[layer, expert])
+
+    def fill(self) -> list[tuple[int, int, int]]:
+        """Make every expert resident; returns (layer, expert, slot) in the order to load.
+
+        Raises: ConfigError unless there is a slot for each.
+        """
+        if self.num_slots != self.shape.num_experts_total:
+            raise ConfigError("the cache has fewer slots than the model has experts")
+        loads = []
+        for layer in range(self.shape.num_layers):
+            for expert in range(self.shape.num_experts):
+                if self._slot_of[layer, expert] < 0:
+                    slot = self._free.popleft()
+                    self._take(layer, expert, slot)
+                    loads.append((layer, expert, slot))
+        return loads
+
+    def plan(self, demand: LayerDemand) -> LayerPlan:
+        """Decide everything for one demand and update the table to how the layer ends.
+
+        Hits count before anything moves. Mutates: residency, and the policy's statistics.
+        """
+        layer = demand.layer
+        capacity = int(self.capacities[layer])
+        slot_of = self._slot_of[layer]
+        slots = slot_of[demand.expert_ids]
+        is_hit = slots >= 0
+        hit_ids = demand.expert_ids[is_hit]
+        self._observe(demand, len(hit_ids), capacity)
+        if len(hit_ids) == len(demand.expert_ids) and self._num_resident[layer] <= capacity:
+            return LayerPlan(hit_ids, slots, _NONE, _NONE, _NONE, _NONE, capacity)
+        return self._plan_misses(demand, is_hit, slots[is_hit], capacity)
+
+    def _observe(self, demand: LayerDemand, num_hits: int, capacity: int) -> None:
+        self.policy.retention.observe(demand)
+        if demand.context.is_denoise:
+            self.policy.allocation.observe(
+                demand.layer,
+                activation_ratio=len(demand.expert_ids) / self.shape.num_experts,
+                utilization=num_hits / capacity if capacity else 0.0,
+            )
+
+    def _plan_misses(
+        self, demand: LayerDemand, is_hit: BoolArray, hit_slots: IntArray, capacity: int
+    ) -> LayerPlan:
+        layer, slot_of = demand.layer, self._slot_of[demand.layer]
+        is_candidate = slot_of >= 0
+        is_candidate[demand.expert_ids] = True
+        candidates = is_candidate.nonzero()[0]
+        scores = self.policy.retention.keep_scores(candidates, demand)
+        score_of = np.empty(self.shape.num_experts)
+        score_of[candidates] = scores
+
+        hit_ids = demand.expert_ids[is_hit]
+        load_ids = demand.expert_ids[~is_hit]
+        cpu_ids = _NONE
+        if self.has_cpu_experts and len(load_ids):
+            misses = MissSet(
+                demand,
+                load_ids,
+                demand.num_tokens[~is_hit],
+                score_of[load_ids],
+                score_of[hit_ids],
+                capacity,
+            )
+            to_cpu = self.policy.dispatch.split(misses)
+            cpu_ids, load_ids = load_ids[to_cpu], load_ids[~to_cpu]
+            if len(cpu_ids):
+                is_candidate[cpu_ids] = False
+                candidates = is_candidate.nonzero()[0]
+                scores = score_of[candidates]
+
+        # Until shrinking layers have given slots up, growing ones wait (policies.md 5.5).
+        num_free = self.num_slots - sum(self._num_resident)
+        limit = min(capacity, self._num_resident[layer] + num_free)
+        order = np.argsort(-scores, kind="stable")
+        is_kept = np.zeros(self.shape.num_experts, dtype=np.bool_)
+        is_kept[candidates[order[:limit]]] = True
+        return self._assign(demand, hit_ids, hit_slots, load_ids, cpu_ids, is_kept, capacity)
+
+    def _assign(
+        self,
+        demand: LayerDemand,
+        hit_ids: IntArray,
+        hit_slots: IntArray,
+        load_ids: IntArray,
+        cpu_ids: IntArray,
+        is_kept: BoolArray,
+        capacity: int,
+    ) -> LayerPlan:
+        """Give each load a slot and bring the table to the state after the layer.
+
+        Slots in the order they are used: free ones, those of evicted experts this layer does not
+        read, staging slots as they come round again, those of evicted hits last.
+        """
+        layer, slot_of = demand.layer, self._slot_of[demand.layer]
+        evicted = ((slot_of >= 0) & ~is_kept).nonzero()[0]
+        is_read = np.zeros(self.shape.num_experts, dtype=np.bool_)
+        is_read[hit_ids] = True
+        idle = slot_of[evicted[~is_read[evicted]]].tolist()
+        busy = slot_of[evicted[is_read[evicted]]].tolist()
+        self._owner[slot_of[evicted]] = -1
+        slot_of[evicted] = -1
+
+        # Experts with most tokens first: their compute is the longest to hide copies behind, and
+        # what stays goes before what is streamed, so that staging slots are reused last.
+        num_tokens = np.zeros(self.shape.num_experts, dtype=np.int64)
+        num_tokens[demand.expert_ids] = demand.num_tokens
+        load_ids = load_ids[np.lexsort((-num_tokens[load_ids], ~is_kept[load_ids]))]
+        queue = deque(self._free)
+        queue.extend(idle)
+        late = deque(busy)
+        load_slots = []
+        num_kept = 0
+        for expert, stays in zip(load_ids.tolist(), is_kept[load_ids].tolist(), strict=True):
+            if not queue:
+                queue.append(late.popleft())
+            slot = queue.popleft()
+            load_slots.append(slot)
+            if stays:
+                slot_of[expert] = slot
+                self._owner[slot] = layer * self.shape.num_experts + expert
+                num_kept += 1
+            else:
+                queue.append(slot)
+        self._num_resident[layer] += num_kept - len(evicted)
+        queue.extend(late)
+        self._free = queue
+        touched = np.array(idle + busy + load_slots, dtype=np.int64)
+        return LayerPlan(
+            hit_ids,
+            hit_slots,
+            load_ids,
+            np.array(load_slots, dtype=np.int64),
+            cpu_ids,
+            touched[self._owner[touched] < 0],
+            capacity,
+        )
+
+    def end_forward(self, *, is_denoise: bool) -> None:
+        """After the last layer of a forward: let the allocation move capacities.
+
+        Layers that must shrink do so at their next demand. Mutates: `capacities`.
+        """
+        if is_denoise:
+            capacities = self.policy.allocation.end_forward(self.capacities)
+            if capacities is not None:
+                self.capacities = capacities
+
+    def forget(self, layer: int) -> IntArray:
+        """Drop all residents of a layer, after a forward that failed in it; their slots [N]."""
+        experts = self.resident_ids(layer)
+        slots: IntArray = self._slot_of[layer][experts]
+        self._owner[slots] = -1
+        self._slot_of[layer] = -1
+        self._num_resident[layer] = 0
+        self._free.extend(slots.tolist())
+        return slots
+
+    def _take(self, layer: int, expert: int, slot: int) -> None:
+        self._slot_of[layer, expert] = slot
+        self._owner[slot] = layer * self.shape.num_experts + expert
+        self._num_resident[layer] += 1
+
+    def check(self) -> None:
+        """Assert that the tables are inverse to each other and every count holds."""
+        layers, experts = (self._slot_of >= 0).nonzero()
+        slots = self._slot_of[layers, experts]
+        assert len(np.unique(slots)) == len(slots), "two experts share a slot"
+        owners = layers * self.shape.num_experts + experts
+        assert np.array_equal(self._owner[slots], owners), "slot and owner tables differ"
+        assert (self._owner >= 0).sum() == len(slots), "a slot is owned by a stranger"
+        free = sorted(self._free)
+        assert free == (self._owner < 0).nonzero()[0].tolist(), "free list and owners differ"
+        counts = np.bincount(layers, minlength=self.shape.num_layers)
+        assert counts.tolist() == self._num_resident, "resident counts differ"
+        assert len(slots) <= self.num_slots, "more residents than slots"
+        assert int(self.capacities.sum()) == self.num_slots, "capacities do not sum to the slots"

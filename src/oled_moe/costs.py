@@ -1,0 +1,154 @@
+"""Measured numbers of a machine, and the times that decisions are made by.
+
+A HardwareProfile is what `oled-moe doctor` measures and stores as JSON; a CostModel applies it to
+the experts of one model. Sizes scale: times are kept per byte of expert weights, so that one
+profile serves models with other expert shapes.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from oled_moe.errors import ConfigError, ModelNotFoundError
+
+PROFILE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """What one machine was measured to do.
+
+    `copy_*`: slow tier to a slot, on the device the profile is for (`cpu`: disk to RAM;
+    `emulated`: RAM to RAM, at this set rate; later `cuda`: pinned RAM to GPU). `cpu_*`: one expert
+    computed where it lies: reading its weights once, and each token on top of that.
+    `mean_tokens_per_miss` is n̄ of policies.md 2.1; dispatch refreshes it online.
+    `emulated_jitter_s`: upper end of the seeded random delay of each emulated operation.
+    `disk_method` is the faster way of cold reads found by doctor: direct or buffered.
+
+    Units: seconds, bytes, bytes per second. Raises: ConfigError for a value out of range.
+    """
+
+    name: str
+    copy_bytes_per_s: float
+    copy_latency_s: float
+    cpu_weight_bytes_per_s: float
+    cpu_token_weight_bytes_per_s: float
+    mean_tokens_per_miss: float
+    disk_method: str
+    disk_direct_bytes_per_s: float
+    disk_buffered_bytes_per_s: float
+    disk_queue_depth: int
+    emulated_jitter_s: float = 0.0
+    is_measured: bool = False
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "copy_bytes_per_s",
+            "cpu_weight_bytes_per_s",
+            "cpu_token_weight_bytes_per_s",
+            "mean_tokens_per_miss",
+            "disk_direct_bytes_per_s",
+            "disk_buffered_bytes_per_s",
+        )
+        for name in (*positive, "copy_latency_s", "emulated_jitter_s"):
+            value = getattr(self, name)
+            is_real = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_real or math.isnan(value) or value < 0 or (name in positive and value == 0):
+                limit = "above 0" if name in positive else "0 or more"
+                raise ConfigError(f"hardware profile: {name} is {value!r}; allowed: {limit}")
+        if self.disk_method not in ("direct", "buffered"):
+            raise ConfigError(
+                f"hardware profile: disk_method is {self.disk_method!r}; allowed: direct, buffered"
+            )
+        depth = self.disk_queue_depth
+        if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= 64:
+            raise ConfigError(f"hardware profile: disk_queue_depth is {depth!r}; allowed: 1 to 64")
+
+    def to_json(self) -> str:
+        """The profile as JSON text, with its format version."""
+        return json.dumps({"version": PROFILE_VERSION, **asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "HardwareProfile":
+        """Build from parsed JSON. Raises: ConfigError naming the missing or unknown field."""
+        if not isinstance(values, dict) or values.get("version") != PROFILE_VERSION:
+            raise ConfigError(
+                f"hardware profile: not a version {PROFILE_VERSION} profile; "
+                "run `oled-moe doctor` to measure this machine again"
+            )
+        known = {field.name for field in fields(cls)}
+        given = {key: value for key, value in values.items() if key != "version"}
+        if unknown := sorted(set(given) - known):
+            raise ConfigError(f"hardware profile: unknown field {unknown[0]!r}")
+        try:
+            return cls(**given)
+        except TypeError as error:
+            raise ConfigError(f"hardware profile: {error}") from None
+
+
+# A guess for a desktop with a SATA-class SSD and two memory channels, used until doctor has run.
+DEFAULT_PROFILE = HardwareProfile(
+    name="built-in guess",
+    copy_bytes_per_s=1.0e9,
+    copy_latency_s=1.0e-4,
+    cpu_weight_bytes_per_s=1.5e10,
+    cpu_token_weight_bytes_per_s=2.0e11,
+    mean_tokens_per_miss=2.0,
+    disk_method="buffered",
+    disk_direct_bytes_per_s=1.0e9,
+    disk_buffered_bytes_per_s=1.0e9,
+    disk_queue_depth=4,
+    note="not measured; run `oled-moe doctor`",
+)
+
+# What `emulated` plays until a profile says otherwise: a PCIe 4.0 x16 card.
+DEFAULT_EMULATED_PROFILE = replace(
+    DEFAULT_PROFILE,
+    name="emulated PCIe 4.0 x16",
+    copy_bytes_per_s=2.5e10,
+    copy_latency_s=1.0e-5,
+)
+
+
+def load_profile(path: Path) -> HardwareProfile:
+    """Read a profile that doctor wrote.
+
+    Raises: ModelNotFoundError where there is no such file, ConfigError where it is not a profile.
+    """
+    try:
+        return HardwareProfile.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"no hardware profile at {path}; run `oled-moe doctor`") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"hardware profile {path} cannot be read: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Times for the experts of one model on one machine. Units: seconds, bytes."""
+
+    transfer_s: float
+    cpu_base_s: float
+    cpu_token_s: float
+    mean_tokens_per_miss: float
+
+    @classmethod
+    def from_profile(cls, profile: HardwareProfile, expert_bytes: int) -> "CostModel":
+        """Scale a profile to experts of `expert_bytes`."""
+        return cls(
+            transfer_s=profile.copy_latency_s + expert_bytes / profile.copy_bytes_per_s,
+            cpu_base_s=expert_bytes / profile.cpu_weight_bytes_per_s,
+            cpu_token_s=expert_bytes / profile.cpu_token_weight_bytes_per_s,
+            mean_tokens_per_miss=profile.mean_tokens_per_miss,
+        )
+
+    def cpu_s(self, num_tokens: float) -> float:
+        """Time of one expert on the CPU for `num_tokens` of at least one token.
+
+        Affine rather than the paper's τ·n: with about two tokens an expert, reading its weights
+        costs most (policies.md 1.3).
+        """
+        return self.cpu_base_s + self.cpu_token_s * num_tokens

@@ -1,0 +1,53 @@
+"""Keys and values of one sequence: those of finished blocks, and room for the block at work.
+
+Legend: G key/value heads, S positions, H head size, N tokens of one forward.
+"""
+
+import torch
+from torch import Tensor
+
+
+class SequenceKv:
+    """K/V of `capacity` positions in every layer.
+
+    A forward writes behind the finished part; `advance` makes what was written last part of it.
+    Units: positions. Memory is touched only where something was written.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        head_size: int,
+        capacity: int,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = (num_layers, num_heads, capacity, head_size)
+        self._keys_LGSH = torch.empty(shape, dtype=dtype)
+        self._values_LGSH = torch.empty(shape, dtype=dtype)
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        return self._keys_LGSH.shape[2]
+
+    def write(self, layer: int, keys_GNH: Tensor, values_GNH: Tensor) -> None:
+        """Put N positions behind the finished ones.
+
+        Mutates: the positions behind `length`, which a later write replaces.
+        """
+        end = self.length + keys_GNH.shape[1]
+        assert end <= self.capacity, "the sequence outgrew its keys and values"
+        self._keys_LGSH[layer, :, self.length : end] = keys_GNH
+        self._values_LGSH[layer, :, self.length : end] = values_GNH
+
+    def written(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the finished part and `num_tokens` behind it, [G, S, H] each."""
+        end = self.length + num_tokens
+        return self._keys_LGSH[layer, :, :end], self._values_LGSH[layer, :, :end]
+
+    def advance(self, num_tokens: int) -> None:
+        """Make the `num_tokens` positions written last part of the finished ones."""
+        self.length += num_tokens
+        assert self.length <= self.capacity

@@ -1,0 +1,172 @@
+"""The memory plan: made before anything is loaded, printed, and kept to.
+
+Non-expert weights, keys and values, activations and buffers come first; slots for experts get
+what was granted for them, or what is left.
+"""
+
+from dataclasses import dataclass
+
+from oled_moe.config import EngineConfig, format_size, parse_size
+from oled_moe.errors import ConfigError, DoesNotFitError
+from oled_moe.types import MoeShape
+
+# Staging slots: enough for several reads in flight, never a large part of a small cache.
+MAX_STAGING = 8
+_SLOTS_PER_STAGING = 16
+# Of free memory, what an engine takes when it was given no budget.
+_SHARE_OF_FREE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """What a model needs besides its expert slots. Units: bytes."""
+
+    process_bytes: int
+    dense_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    buffer_bytes: int
+    host_expert_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.process_bytes
+            + self.dense_bytes
+            + self.kv_bytes
+            + self.activation_bytes
+            + self.buffer_bytes
+            + self.host_expert_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How memory is divided. `num_slots` hold residents, `num_staging` more stream the rest."""
+
+    model: ModelMemory
+    shape: MoeShape
+    num_slots: int
+    num_staging: int
+
+    @property
+    def expert_memory_bytes(self) -> int:
+        return (self.num_slots + self.num_staging) * self.shape.expert_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.model.total_bytes + self.expert_memory_bytes
+
+    @property
+    def holds_all_experts(self) -> bool:
+        return self.num_slots == self.shape.num_experts_total
+
+    def lines(self) -> list[tuple[str, int]]:
+        """(what, bytes) for printing; the last is the total."""
+        shape, model = self.shape, self.model
+        per_layer = self.num_slots / shape.num_layers
+        entries = [
+            ("process before loading", model.process_bytes),
+            ("non-expert weights", model.dense_bytes),
+            ("keys and values", model.kv_bytes),
+            ("activations and logits", model.activation_bytes),
+            ("read buffers", model.buffer_bytes),
+            ("all experts in RAM, behind the emulated device", model.host_expert_bytes),
+            (
+                f"expert slots: {self.num_slots} of {shape.num_experts_total} experts, "
+                f"{per_layer:.4g} per layer",
+                self.num_slots * shape.expert_bytes,
+            ),
+            (f"staging slots: {self.num_staging}", self.num_staging * shape.expert_bytes),
+        ]
+        kept = [entry for entry in entries if entry[1] or "slots" in entry[0]]
+        return [*kept, ("total", self.total_bytes)]
+
+
+def plan_memory(
+    config: EngineConfig, shape: MoeShape, model: ModelMemory, *, usable_bytes: int
+) -> MemoryPlan:
+    """Divide memory as `config` asks, or take what is free.
+
+    `usable_bytes` is what this process may still take. Units: bytes.
+    Raises: ConfigError for a budget that makes no sense; DoesNotFitError with the number to change.
+    """
+    if config.experts_per_layer is not None:
+        num_slots = _slots_of_layers(config.experts_per_layer, shape)
+        plan = MemoryPlan(model, shape, num_slots, _staging_beside(num_slots, shape))
+    else:
+        plan = _plan_budget(model, shape, _expert_budget(config, shape, model, usable_bytes))
+    extra_bytes = plan.total_bytes - model.process_bytes
+    if extra_bytes > usable_bytes and not config.force:
+        raise DoesNotFitError(
+            f"the plan needs {format_size(extra_bytes)} more memory and {format_size(usable_bytes)}"
+            f" are free: {_remedy(plan, usable_bytes)}"
+        )
+    return plan
+
+
+def _expert_budget(
+    config: EngineConfig, shape: MoeShape, model: ModelMemory, usable_bytes: int
+) -> int:
+    """Bytes for slots and staging together."""
+    all_bytes = shape.num_experts_total * shape.expert_bytes
+    if config.expert_memory is not None:
+        budget = parse_size("expert_memory", config.expert_memory, whole_bytes=all_bytes)
+        if budget < shape.expert_bytes:
+            raise DoesNotFitError(
+                f"expert_memory is {format_size(budget)} and one expert takes "
+                f"{format_size(shape.expert_bytes)}; raise it to {shape.expert_bytes} bytes or more"
+            )
+        return budget
+    if config.memory is not None:
+        memory = parse_size("memory", config.memory)
+        budget = memory - model.total_bytes
+        if budget < shape.expert_bytes:
+            least = model.total_bytes + shape.expert_bytes
+            raise DoesNotFitError(
+                f"memory is {format_size(memory)}, but everything except expert slots takes "
+                f"{format_size(model.total_bytes)} and one slot {format_size(shape.expert_bytes)}; "
+                f"raise memory to {format_size(least)} or more, or lower max_model_len"
+            )
+        return budget
+    others = model.total_bytes - model.process_bytes
+    return max(shape.expert_bytes, int(_SHARE_OF_FREE * usable_bytes) - others)
+
+
+def _plan_budget(model: ModelMemory, shape: MoeShape, budget: int) -> MemoryPlan:
+    total = shape.num_experts_total
+    num_all = min(budget // shape.expert_bytes, total)
+    if num_all == total:
+        return MemoryPlan(model, shape, total, 0)
+    num_staging = min(MAX_STAGING, max(1, num_all // _SLOTS_PER_STAGING))
+    return MemoryPlan(model, shape, num_all - num_staging, num_staging)
+
+
+def _slots_of_layers(experts_per_layer: float, shape: MoeShape) -> int:
+    if experts_per_layer > shape.num_experts:
+        raise ConfigError(
+            f"experts_per_layer is {experts_per_layer:g}; allowed: 0 to {shape.num_experts}, "
+            "the experts of one layer"
+        )
+    return round(experts_per_layer * shape.num_layers)
+
+
+def _staging_beside(num_slots: int, shape: MoeShape) -> int:
+    missing = shape.num_experts_total - num_slots
+    return min(missing, MAX_STAGING, max(2, num_slots // _SLOTS_PER_STAGING))
+
+
+def _remedy(plan: MemoryPlan, usable_bytes: int) -> str:
+    """Which number to change, and to what."""
+    model, expert_bytes = plan.model, plan.shape.expert_bytes
+    left = usable_bytes - (model.total_bytes - model.process_bytes)
+    if left >= expert_bytes:
+        return (
+            f"lower expert_memory to {format_size(left)} "
+            f"(experts_per_layer {left // expert_bytes / plan.shape.num_layers:.3g}), "
+            "or pass force to try all the same"
+        )
+    return (
+        "even one expert slot does not fit beside the rest of the model; lower max_model_len or "
+        "max_num_seqs, close other programs, or pass force to try all the same"
+    )

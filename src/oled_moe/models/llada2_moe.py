@@ -1,0 +1,454 @@
+"""LLaDA2.0 and LLaDA2.1 (mini 16B, flash 100B): block diffusion over a sigmoid-routed MoE.
+
+Reference: the released LLaDA2.0 modelling code as carried by ZHZisZZ/dllm; facts in models.md
+1.1, 2.2 and 3.1, numbers in the golden sets. Parameters keep the names of the checkpoint.
+Legend: T tokens, D hidden, Q query heads, G key/value heads, H head size, K experts per token.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oled_moe.checkpoint import WeightMap
+from oled_moe.errors import CheckpointError
+from oled_moe.experts import OffloadedExperts
+from oled_moe.kv_cache import SequenceKv
+from oled_moe.layers import (
+    ForwardBatch,
+    apply_rotary,
+    block_attention,
+    grouped_sigmoid_router,
+    rms_norm,
+    rotary_table,
+    swiglu,
+)
+from oled_moe.store import ExpertPart
+
+Probe = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The fields of config.json that the model depends on, validated."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_layers: int
+    num_dense_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rotary_size: int
+    rope_theta: float
+    max_positions: int
+    norm_eps: float
+    num_experts: int
+    top_k: int
+    num_groups: int
+    num_kept_groups: int
+    num_shared_experts: int
+    routed_scale: float
+    has_qk_norm: bool
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_expert_bias: bool
+    is_head_tied: bool
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> "Config":
+        """Validate the keys of a LLaDA2 config.json; keys of no effect are ignored.
+
+        Raises: CheckpointError naming the field, its value and what is allowed.
+        """
+        read = _FieldReader(values)
+        _refuse_unsupported(values)
+        num_heads = read.whole("num_attention_heads")
+        hidden_size = read.whole("hidden_size")
+        head_size = read.whole("head_dim", default=hidden_size // num_heads)
+        num_layers = read.whole("num_hidden_layers")
+        num_experts = read.whole("num_experts")
+        rope = values.get("rope_parameters") or {}
+        if not isinstance(rope, Mapping):
+            raise read.error("rope_parameters", "an object")
+        rotary_share = read.real(
+            "partial_rotary_factor",
+            default=rope.get("partial_rotary_factor", _rotary_share(values, head_size)),
+            maximum=1.0,
+        )
+        config = cls(
+            vocab_size=read.whole("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=read.whole("intermediate_size"),
+            moe_intermediate_size=read.whole("moe_intermediate_size"),
+            num_layers=num_layers,
+            num_dense_layers=read.whole("first_k_dense_replace", default=0, minimum=0),
+            num_heads=num_heads,
+            num_kv_heads=read.whole("num_key_value_heads", default=num_heads, minimum=0)
+            or num_heads,
+            head_size=head_size,
+            rotary_size=int(head_size * rotary_share),
+            rope_theta=read.real("rope_theta", default=rope.get("rope_theta", 600000.0)),
+            max_positions=read.whole("max_position_embeddings", default=32768),
+            norm_eps=read.real("rms_norm_eps", default=1e-6),
+            num_experts=num_experts,
+            top_k=read.whole("num_experts_per_tok"),
+            num_groups=read.whole("n_group", default=1),
+            num_kept_groups=read.whole("topk_group", default=1),
+            num_shared_experts=read.whole("num_shared_experts", default=1, minimum=0),
+            routed_scale=read.real("routed_scaling_factor", default=1.0),
+            has_qk_norm=read.flag("use_qk_norm", default=True),
+            has_qkv_bias=read.flag("use_qkv_bias", default=False),
+            has_output_bias=read.flag("use_bias", default=False),
+            has_expert_bias=read.flag("moe_router_enable_expert_bias", default=True),
+            is_head_tied=read.flag("tie_word_embeddings", default=False),
+        )
+        config._check_relations(read)
+        return config
+
+    def _check_relations(self, read: "_FieldReader") -> None:
+        if self.num_dense_layers >= self.num_layers:
+            raise read.error("first_k_dense_replace", f"0 to {self.num_layers - 1}")
+        if self.num_heads % self.num_kv_heads:
+            raise read.error("num_key_value_heads", f"a divisor of {self.num_heads} heads")
+        if self.rotary_size % 2 or not self.rotary_size:
+            raise read.error(
+                "partial_rotary_factor", f"a share of head_dim {self.head_size} that is even"
+            )
+        if self.num_experts % self.num_groups:
+            raise read.error("n_group", f"a divisor of {self.num_experts} experts")
+        if self.num_kept_groups > self.num_groups:
+            raise read.error("topk_group", f"1 to {self.num_groups}")
+        group_size = self.num_experts // self.num_groups
+        if self.num_kept_groups < self.num_groups and group_size < 2:
+            raise read.error("n_group", "groups of two experts or more")
+        if self.top_k > self.num_kept_groups * group_size:
+            raise read.error(
+                "num_experts_per_tok", f"1 to {self.num_kept_groups * group_size} selectable"
+            )
+
+
+class _FieldReader:
+    """Reads fields of a config.json and words the errors."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def error(self, name: str, allowed: str) -> CheckpointError:
+        if name not in self._values:
+            return CheckpointError(f"config.json: {name} is missing; allowed: {allowed}")
+        return CheckpointError(f"config.json: {name} is {self._values[name]!r}; allowed: {allowed}")
+
+    def whole(self, name: str, *, default: int | None = None, minimum: int = 1) -> int:
+        value = self._values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.error(name, f"a whole number, {minimum} or more")
+        return value
+
+    def real(self, name: str, *, default: Any, maximum: float = float("inf")) -> float:
+        value = self._values.get(name)
+        value = default if value is None else value
+        is_real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_real or not 0 < value <= maximum or value == float("inf"):
+            limit = f", at most {maximum:g}" if maximum != float("inf") else ""
+            raise self.error(name, f"a number above 0{limit}")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self._values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.error(name, "true, false")
+        return value
+
+
+def _rotary_share(values: Mapping[str, Any], head_size: int) -> float:
+    rotary_dim = values.get("rotary_dim")
+    if isinstance(rotary_dim, int) and not isinstance(rotary_dim, bool):
+        return rotary_dim / head_size
+    return 0.5
+
+
+def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+    """Options that change the numbers and that no code here implements."""
+    expected: dict[str, tuple[Any, ...]] = {
+        "hidden_act": (None, "silu"),
+        "score_function": (None, "sigmoid"),
+        "router_dtype": (None, "fp32", "float32"),
+        "norm_head": (None, False),
+        "use_sliding_window": (None, False),
+        "quantization_config": (None,),
+        "expert_capacity": (None,),
+    }
+    for name, allowed in expected.items():
+        if values.get(name) not in allowed:
+            words = ", ".join("absent" if item is None else repr(item) for item in allowed)
+            raise CheckpointError(
+                f"config.json: {name} is {values[name]!r}, which this version does not run; "
+                f"allowed: {words}"
+            )
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = values.get(name)
+        if isinstance(rope, Mapping):
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind != "default":
+                raise CheckpointError(
+                    f"config.json: {name} asks for {kind!r} rotary scaling, which this version "
+                    "does not run; allowed: none"
+                )
+
+
+_EXPERT_NAME = re.compile(
+    r"model\.layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?"
+    r"(gate_proj|up_proj|down_proj|gate_up_proj)(?:\.weight)?"
+)
+_MATRICES: dict[str, Any] = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "gate_up_proj": "gate_up",
+}
+
+
+def build_weight_map(config: Config) -> WeightMap:
+    """Checkpoint names to parameters (same name) and expert parts; KeyError for a stranger."""
+    shapes = parameter_shapes(config)
+
+    def weight_map(name: str) -> str | ExpertPart | None:
+        match = _EXPERT_NAME.fullmatch(name)
+        if match:
+            layer = int(match[1]) - config.num_dense_layers
+            expert = None if match[2] is None else int(match[2])
+            if 0 <= layer < config.num_moe_layers and (expert or 0) < config.num_experts:
+                return ExpertPart(layer, expert, _MATRICES[match[3]])
+        if name.endswith("rotary_emb.inv_freq"):
+            return None
+        if name not in shapes:
+            raise KeyError(name)
+        return name
+
+    return weight_map
+
+
+def kept_dtypes(config: Config) -> frozenset[str]:
+    """The router's bias: bf16 in 2.0, fp32 in 2.1, added in fp32 as stored (models.md 3.1)."""
+    return frozenset(
+        f"model.layers.{layer}.mlp.gate.expert_bias"
+        for layer in range(config.num_dense_layers, config.num_layers)
+    )
+
+
+def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name to shape of every parameter outside the routed experts (models.md 3.1)."""
+    hidden, head = config.hidden_size, config.head_size
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.word_embeddings.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.is_head_tied:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        name = f"model.layers.{layer}"
+        shapes[f"{name}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{name}.post_attention_layernorm.weight"] = (hidden,)
+        shapes[f"{name}.attention.query_key_value.weight"] = (qkv, hidden)
+        shapes[f"{name}.attention.dense.weight"] = (hidden, config.num_heads * head)
+        if config.has_qkv_bias:
+            shapes[f"{name}.attention.query_key_value.bias"] = (qkv,)
+        if config.has_output_bias:
+            shapes[f"{name}.attention.dense.bias"] = (hidden,)
+        if config.has_qk_norm:
+            shapes[f"{name}.attention.query_layernorm.weight"] = (head,)
+            shapes[f"{name}.attention.key_layernorm.weight"] = (head,)
+        if layer < config.num_dense_layers:
+            shapes.update(_mlp_shapes(f"{name}.mlp", hidden, config.intermediate_size))
+            continue
+        shapes[f"{name}.mlp.gate.weight"] = (config.num_experts, hidden)
+        if config.has_expert_bias:
+            shapes[f"{name}.mlp.gate.expert_bias"] = (config.num_experts,)
+        if config.num_shared_experts:
+            width = config.num_shared_experts * config.moe_intermediate_size
+            shapes.update(_mlp_shapes(f"{name}.mlp.shared_experts", hidden, width))
+    return shapes
+
+
+def _mlp_shapes(name: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.gate_proj.weight": (width, hidden),
+        f"{name}.up_proj.weight": (width, hidden),
+        f"{name}.down_proj.weight": (hidden, width),
+    }
+
+
+def build(
+    config: Config,
+    weights: dict[str, Tensor],
+    experts: OffloadedExperts,
+    *,
+    dtype: torch.dtype,
+    num_positions: int,
+) -> "Llada2Moe":
+    """The model over its dense weights and offloaded experts."""
+    return Llada2Moe(config, weights, experts, dtype=dtype, num_positions=num_positions)
+
+
+class Llada2Moe:
+    """LLaDA2's forward over segments of several sequences.
+
+    `probe`, where set, is shown intermediate tensors by the names of the golden sets.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        weights: dict[str, Tensor],
+        experts: OffloadedExperts,
+        *,
+        dtype: torch.dtype,
+        num_positions: int,
+    ) -> None:
+        self.config = config
+        self.probe: Probe | None = None
+        self._weights = weights
+        self._experts = experts
+        self._dtype = dtype
+        self._cos_sin = rotary_table(num_positions, config.rotary_size, config.rope_theta, dtype)
+
+    def new_kv(self, num_positions: int) -> SequenceKv:
+        return SequenceKv(
+            num_layers=self.config.num_layers,
+            num_heads=self.config.num_kv_heads,
+            head_size=self.config.head_size,
+            capacity=num_positions,
+            dtype=self._dtype,
+        )
+
+    def forward(self, batch: ForwardBatch) -> Tensor | None:
+        hidden_TD = F.embedding(batch.token_ids, self._weights["model.word_embeddings.weight"])
+        self._show("embed_out", hidden_TD)
+        for layer in range(self.config.num_layers - 1):
+            hidden_TD = self._layer(layer, hidden_TD, batch)
+        last = self.config.num_layers - 1
+        if not batch.wants_logits:
+            self._write_kv(last, hidden_TD, batch)
+            return None
+        hidden_TD = self._layer(last, hidden_TD, batch)
+        hidden_TD = rms_norm(hidden_TD, self._weights["model.norm.weight"], self.config.norm_eps)
+        self._show("final_norm_out", hidden_TD)
+        head = "model.word_embeddings.weight" if self.config.is_head_tied else "lm_head.weight"
+        return F.linear(hidden_TD, self._weights[head]).float()
+
+    def _layer(self, layer: int, hidden_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        name = f"model.layers.{layer}"
+        queries_TQH = self._write_kv(layer, hidden_TD, batch)
+        if layer == self.config.num_layers - 1 and not batch.all_want_logits:
+            wanted = batch.wanted_tokens()
+            hidden_TD, queries_TQH = hidden_TD[wanted], queries_TQH[wanted]
+            batch = batch.wanted_part()
+        attention_TD = F.linear(
+            self._attend(layer, queries_TQH, batch),
+            self._weights[f"{name}.attention.dense.weight"],
+            self._weights.get(f"{name}.attention.dense.bias"),
+        )
+        self._show(f"layers.{layer}.attention_out", attention_TD)
+        hidden_TD = hidden_TD + attention_TD
+        normed_TD = self._norm(f"{name}.post_attention_layernorm.weight", hidden_TD)
+        self._show(f"layers.{layer}.mlp_input", normed_TD)
+        if layer < self.config.num_dense_layers:
+            hidden_TD = hidden_TD + self._mlp(f"{name}.mlp", normed_TD)
+        else:
+            hidden_TD = hidden_TD + self._moe(layer, normed_TD, batch)
+        self._show(f"layers.{layer}.layer_out", hidden_TD)
+        return hidden_TD
+
+    def _write_kv(self, layer: int, hidden_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        """Put this forward's keys and values behind each sequence; returns queries [T, Q, H]."""
+        config, name = self.config, f"model.layers.{layer}.attention"
+        normed_TD = self._norm(f"model.layers.{layer}.input_layernorm.weight", hidden_TD)
+        self._show(f"layers.{layer}.input_layernorm_out", normed_TD)
+        fused = F.linear(
+            normed_TD,
+            self._weights[f"{name}.query_key_value.weight"],
+            self._weights.get(f"{name}.query_key_value.bias"),
+        ).view(len(normed_TD), -1, config.head_size)
+        first_value = config.num_heads + config.num_kv_heads
+        queries = fused[:, : config.num_heads]
+        keys, values = fused[:, config.num_heads : first_value], fused[:, first_value:]
+        if config.has_qk_norm:
+            queries = self._norm(f"{name}.query_layernorm.weight", queries)
+            keys = self._norm(f"{name}.key_layernorm.weight", keys)
+        cos, sin = (table[batch.positions] for table in self._cos_sin)
+        queries, keys = apply_rotary(queries, cos, sin), apply_rotary(keys, cos, sin)
+        start = 0
+        for segment in batch.segments:
+            end = start + segment.num_tokens
+            segment.kv.write(
+                layer, keys[start:end].transpose(0, 1), values[start:end].transpose(0, 1)
+            )
+            start = end
+        return queries
+
+    def _attend(self, layer: int, queries_TQH: Tensor, batch: ForwardBatch) -> Tensor:
+        """Each sequence over its own keys and values; returns [T, Q · H]."""
+        parts, start = [], 0
+        for segment in batch.segments:
+            keys, values = segment.kv.written(layer, segment.num_tokens)
+            queries = queries_TQH[start : start + segment.num_tokens]
+            parts.append(
+                block_attention(queries, keys, values, block_length=batch.context.block_length)
+            )
+            start += segment.num_tokens
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _moe(self, layer: int, normed_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        config, name = self.config, f"model.layers.{layer}.mlp"
+        ids_TK, gates_TK = grouped_sigmoid_router(
+            normed_TD,
+            self._weights[f"{name}.gate.weight"],
+            self._weights.get(f"{name}.gate.expert_bias"),
+            num_groups=config.num_groups,
+            num_kept_groups=config.num_kept_groups,
+            top_k=config.top_k,
+        )
+        weights_TK = gates_TK * config.routed_scale
+        self._show(f"layers.{layer}.topk_idx", ids_TK)
+        self._show(f"layers.{layer}.topk_weight", weights_TK)
+        moe_layer = layer - config.num_dense_layers
+        # With one expert per token the router's weight is not normalised; its share is 1.
+        shares_TK = gates_TK if config.top_k > 1 else torch.ones_like(gates_TK)
+        pending = self._experts.start(moe_layer, normed_TD, ids_TK, shares_TK, batch.context)
+        shared_TD = None
+        if config.num_shared_experts:
+            shared_TD = self._mlp(f"{name}.shared_experts", normed_TD)
+            self._show(f"layers.{layer}.shared_out", shared_TD)
+        out_TD = self._experts.finish(pending, weights_TK).to(normed_TD.dtype)
+        self._show(f"layers.{layer}.routed_out", out_TD)
+        return out_TD if shared_TD is None else out_TD + shared_TD
+
+    def _mlp(self, name: str, hidden_TD: Tensor) -> Tensor:
+        weights = self._weights
+        return swiglu(
+            hidden_TD,
+            weights[f"{name}.gate_proj.weight"],
+            weights[f"{name}.up_proj.weight"],
+            weights[f"{name}.down_proj.weight"],
+        )
+
+    def _norm(self, name: str, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self._weights[name], self.config.norm_eps)
+
+    def _show(self, name: str, value: Tensor) -> None:
+        if self.probe is not None:
+            self.probe(name, value)

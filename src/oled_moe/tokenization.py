@@ -1,0 +1,167 @@
+"""Text to token ids and back, and the chat template, from the checkpoint's own files.
+
+tokenizer.json is read by the tokenizers library; the template runs in jinja2's sandbox with the
+helpers that Hugging Face Transformers gives templates.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from tokenizers import Tokenizer as RawTokenizer
+
+from oled_moe.errors import CheckpointError, InputError
+
+ROLE_END = "<|role_end|>"
+MASK_NAMES = ("<|mask|>", "<|MASK|>")
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint.
+
+    Raises: CheckpointError for a tokenizer file that cannot be read.
+    """
+
+    def __init__(
+        self, raw: RawTokenizer, settings: Mapping[str, Any], chat_template: str | None
+    ) -> None:
+        self._raw = raw
+        self._settings = settings
+        self.chat_template = chat_template
+
+    @classmethod
+    def load(cls, directory: Path) -> "Tokenizer | None":
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; None without."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            raw = RawTokenizer.from_str(path.read_text(encoding="utf-8"))
+        # The library raises plain Exception for malformed files.
+        except Exception as error:
+            raise CheckpointError(
+                f"{path}: cannot be read as a tokenizer ({error}); download it again"
+            ) from None
+        settings = _read_settings(directory / "tokenizer_config.json")
+        template = settings.get("chat_template")
+        own_file = directory / "chat_template.jinja"
+        if own_file.is_file():
+            template = own_file.read_text(encoding="utf-8")
+        return cls(raw, settings, template if isinstance(template, str) else None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; special tokens written in the text are recognised, none are added."""
+        ids: list[int] = self._raw.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; special tokens are left out unless asked for."""
+        text: str = self._raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact text."""
+        token_id: int | None = self._raw.token_to_id(token)
+        return token_id
+
+    @property
+    def mask_token_id(self) -> int | None:
+        names = (self._special("mask_token"), *MASK_NAMES)
+        return next((i for i in map(self._id_or_none, names) if i is not None), None)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id_or_none(self._special("eos_token"))
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._id_or_none(self._special("pad_token"))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The conversation as one prompt text.
+
+        Raises: InputError where the checkpoint has no template or the template refuses.
+        """
+        if self.chat_template is None:
+            raise InputError("this checkpoint has no chat template; send a plain prompt (--raw)")
+        environment = _template_environment()
+        specials = {
+            name: self._special(name)
+            for name in ("bos_token", "eos_token", "pad_token", "mask_token", "unk_token")
+        }
+        try:
+            template = environment.from_string(self.chat_template)
+            return template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                **{name: token for name, token in specials.items() if token is not None},
+                **variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise InputError(f"the chat template refused the messages: {error}") from None
+
+    def _special(self, name: str) -> str | None:
+        value = self._settings.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        return value if isinstance(value, str) else None
+
+    def _id_or_none(self, token: str | None) -> int | None:
+        return None if token is None else self.token_id(token)
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); download it again") from None
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path}: is not a JSON object; download it again")
+    return settings
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's part for training; here it is transparent."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment

@@ -1,0 +1,587 @@
+"""Measurements with tiny sizes, faults injected, and the profile made of handmade ones."""
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oled_moe import profiler
+from oled_moe.costs import DEFAULT_PROFILE, CostModel, load_profile
+from oled_moe.errors import ConfigError, DoesNotFitError, OledMoeError
+from oled_moe.profiler import (
+    EXPERT_ROWS,
+    QUEUE_DEPTHS,
+    DiskRead,
+    Effort,
+    ExpertTime,
+    Figure,
+    Measurements,
+    best_disk_read,
+    default_profile_path,
+    fit_affine,
+    machine_facts,
+    measure_hardware,
+    save_profile,
+    to_profile,
+    usable_cores,
+    usable_memory_bytes,
+)from oled_moe.store import DiskExpertStore
+
+MIB = 2**20
+TINY = Effort(
+    max_working_set_bytes=2 * MIB,
+    max_matrix_size=32,
+    max_scratch_bytes=MIB,
+    num_repetitions=2,
+    num_expert_calls=3,
+    step_budget_s=0.05,
+    write_budget_s=5.0,
+)
+
+
+def measure(directory: Path, **changes: Any) -> Measurements:
+    parameters: dict[str, Any] = {
+        "device": "cpu",
+        "directory": directory,
+        "expert_shape": (64, 48),
+        "dtype": torch.float32,
+        "threads": 1,
+        "effort": TINY,
+    }
+    return measure_hardware(**{**parameters, **changes})
+
+
+def check_figure(figure: Figure) -> None:
+    assert 0 < figure.minimum <= figure.median <= figure.maximum
+    assert figure.num_repetitions >= 1
+
+
+# Whole measurements
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measures_everything(dtype: torch.dtype, tmp_path: Path) -> None:
+    steps: list[str] = []
+    before = torch.get_num_threads()
+    found = measure(tmp_path, dtype=dtype, threads=2, report=steps.append)
+    assert torch.get_num_threads() == before
+    assert list(tmp_path.iterdir()) == []
+    assert len(steps) == len(set(steps)) == 6
+    for figure in (
+        found.memory_copy_bytes_per_s,
+        found.memory_read_bytes_per_s,
+        found.matrix_flops_per_s,
+        found.expert_copy_s,
+    ):
+        check_figure(figure)
+    assert [time.num_rows for time in found.expert_times] == list(EXPERT_ROWS)
+    for expert_time in found.expert_times:
+        check_figure(expert_time.seconds)
+    assert found.memory_copy_threads in (1, 2) and found.memory_read_threads in (1, 2)
+    assert found.working_set_bytes <= TINY.max_working_set_bytes
+    assert found.matrix_size == TINY.max_matrix_size
+    methods = [read.method for read in found.disk_reads]
+    assert methods.count("buffered") == len(QUEUE_DEPTHS)
+    for read in found.disk_reads:
+        check_figure(read.bytes_per_s)
+        check_figure(read.tiny_read_s)
+    assert 0 < found.scratch_bytes <= TINY.max_scratch_bytes + MIB // 8
+    json.loads(json.dumps(found.to_dict()))
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_profile_of_a_measurement_survives_its_file(device: str, tmp_path: Path) -> None:
+    profile = to_profile(measure(tmp_path), device)
+    path = tmp_path / "new" / "folder" / "hardware.json"
+    save_profile(profile, path)
+    assert load_profile(path) == profile
+    assert profile.is_measured
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_small_weights_are_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {**machine_facts(), "last_level_cache_bytes": 64 * MIB}
+    monkeypatch.setattr(profiler, "machine_facts", lambda: facts)
+    assert any("last-level cache" in warning for warning in measure(tmp_path).warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"device": "cuda"}, "device"),
+        ({"expert_shape": (0, 8)}, "hidden size"),
+        ({"expert_shape": (8, 2.5)}, "intermediate size"),
+        ({"dtype": torch.int8}, "dtype"),
+        ({"threads": 0}, "threads"),
+    ],
+)
+def test_bad_parameter_is_named(changes: Mapping[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=named):
+        measure(tmp_path, **changes)
+
+
+def test_experts_larger_than_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "usable_memory_bytes", lambda **_: 100_000)
+    with pytest.raises(DoesNotFitError, match="smaller experts"):
+        measure(tmp_path)
+
+
+# Faults
+
+
+def test_absent_directory_leaves_the_rest_measured(tmp_path: Path) -> None:
+    found = measure(tmp_path / "absent")
+    assert found.disk_reads == () and found.scratch_bytes == 0
+    assert any("absent" in warning and "disk" in warning for warning in found.warnings)
+    profile = to_profile(found, "cpu")
+    assert not profile.is_measured
+    assert "direct disk reads not measured" in profile.note
+    assert profile.copy_bytes_per_s == DEFAULT_PROFILE.copy_bytes_per_s
+    assert to_profile(found, "emulated").is_measured
+
+
+def refuse(
+    monkeypatch: pytest.MonkeyPatch, is_refused: Callable[[int], bool], error_number: int
+) -> None:
+    real_open = os.open
+
+    def open_or_refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if is_refused(flags):
+            raise OSError(error_number, os.strerror(error_number), str(path))
+        return real_open(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", open_or_refuse)
+
+
+def test_unwritable_directory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch, lambda flags: bool(flags & os.O_CREAT), errno.EROFS)
+    found = measure(tmp_path)
+    assert found.disk_reads == ()
+    assert any(os.strerror(errno.EROFS) in warning for warning in found.warnings)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="nothing to refuse here")
+@pytest.mark.parametrize("error_number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_refused_direct_reads_are_a_warning(
+    error_number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, lambda flags: bool(flags & os.O_DIRECT), error_number)
+    found = measure(tmp_path)
+    assert [read.method for read in found.disk_reads] == ["buffered"] * len(QUEUE_DEPTHS)
+    assert any("O_DIRECT" in warning for warning in found.warnings)
+    profile = to_profile(found, "cpu")
+    assert profile.disk_method == "buffered" and profile.is_measured
+    assert profile.disk_direct_bytes_per_s <= profile.disk_buffered_bytes_per_s
+    assert "direct disk reads not measured" in profile.note
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_measures_on_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write = os.pwrite
+    written: list[int] = []
+
+    def write_a_part(descriptor: int, piece: memoryview, offset: int) -> int:
+        if written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(real_write(descriptor, piece[: 300 * 1024], offset))
+        return written[0]
+
+    monkeypatch.setattr(os, "pwrite", write_a_part)
+    found = measure(tmp_path)
+    assert found.scratch_bytes == 300 * 1024
+    assert found.disk_reads
+    assert any(os.strerror(errno.ENOSPC) in warning for warning in found.warnings)
+
+
+@pytest.mark.parametrize("max_scratch_bytes", [0, 50_000])
+def test_no_room_for_two_experts_is_a_warning(max_scratch_bytes: int, tmp_path: Path) -> None:
+    found = measure(tmp_path, effort=replace(TINY, max_scratch_bytes=max_scratch_bytes))
+    assert found.disk_reads == ()
+    assert any("two experts" in warning for warning in found.warnings)
+
+
+def test_scratch_takes_at_most_a_quarter_of_the_free_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=MIB))
+    assert 0 < measure(tmp_path).scratch_bytes <= MIB // 4
+
+
+def test_read_errors_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_reads = profiler._disk_reads
+
+    def cut_first(descriptor: int, *rest: Any) -> Any:
+        os.ftruncate(descriptor, 0)
+        return real_reads(descriptor, *rest)
+
+    monkeypatch.setattr(profiler, "_disk_reads", cut_first)
+    found = measure(tmp_path)
+    assert found.disk_reads == ()
+    assert sum("reads not measured" in warning for warning in found.warnings) == 2
+
+
+@pytest.mark.parametrize("function", ["ftruncate", "pwrite", "fsync"])
+def test_ctrl_c_while_writing_leaves_nothing(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_open = psutil.Process().num_fds()
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, function, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert psutil.Process().num_fds() == num_open
+
+
+def test_ctrl_c_while_reading_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_open, num_threads = psutil.Process().num_fds(), threading.active_count()
+    real_read = DiskExpertStore.read_into
+    reads = itertools.count()
+
+    def read_and_interrupt(*arguments: Any) -> None:
+        if next(reads) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        real_read(*arguments)
+
+    monkeypatch.setattr(DiskExpertStore, "read_into", read_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert psutil.Process().num_fds() == num_open
+    assert threading.active_count() == num_threads
+
+
+def test_scratch_file_has_no_name_while_it_is_filled_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_sync = os.fsync
+    seen: list[list[Path]] = []
+
+    def look(descriptor: int) -> None:
+        seen.append(list(tmp_path.iterdir()))
+        real_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", look)
+    measure(tmp_path)
+    assert seen and not any(seen)
+
+
+def test_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler._Load, "busy_cores", lambda self: float(os.cpu_count() or 1))
+    found = measure(tmp_path)
+    assert found.is_disturbed
+    assert any("measure again when it is idle" in warning for warning in found.warnings)
+
+
+def test_quantum_shaped_times_are_told() -> None:
+    warnings: list[str] = []
+    profiler._warn_if_uneven("steady", [0.100, 0.101, 0.150], warnings)
+    profiler._warn_if_uneven("short", [1e-4, 3e-4, 5e-4], warnings)
+    assert warnings == []
+    profiler._warn_if_uneven("experts", [2e-4, 8e-3, 8e-3], warnings)
+    assert len(warnings) == 1 and warnings[0].startswith("experts: median 8.0 ms")
+
+
+def test_directory_in_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = psutil.disk_partitions(all=True)[0]
+    mounts = [
+        root._replace(mountpoint="/", fstype="ext4"),
+        root._replace(mountpoint=str(tmp_path.resolve()), fstype="tmpfs"),
+    ]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    warnings: list[str] = []
+    profiler._warn_if_in_memory(tmp_path, warnings)
+    assert len(warnings) == 1 and "tmpfs" in warnings[0]
+    profiler._warn_if_in_memory(tmp_path.parent, warnings)
+    assert len(warnings) == 1
+
+
+# Profiles of handmade measurements
+
+
+def exactly(value: float) -> Figure:
+    return Figure(value, value, value, 3)
+
+
+def disk_read(method: str, depth: int, rate: float, tiny_s: float = 0.0) -> DiskRead:
+    return DiskRead(method, depth, exactly(rate), exactly(tiny_s))
+
+
+def handmade(**changes: Any) -> Measurements:
+    values = Measurements(
+        device="cpu",
+        hidden_size=2048,
+        intermediate_size=512,
+        dtype="bfloat16",
+        expert_bytes=6_000_000,
+        num_threads=2,
+        is_quick=True,
+        working_set_bytes=2**28,
+        memory_copy_bytes_per_s=exactly(1e10),
+        memory_copy_threads=2,
+        memory_read_bytes_per_s=exactly(2e10),
+        memory_read_threads=2,
+        matrix_flops_per_s=exactly(1e12),
+        matrix_size=1024,
+        expert_times=tuple(
+            ExpertTime(n, exactly(4e-4 + 2e-5 * n if n <= 16 else 1.0)) for n in EXPERT_ROWS
+        ),
+        expert_copy_s=exactly(1e-3),
+        scratch_bytes=2**27,
+        disk_reads=(
+            disk_read("direct", 1, 1.0e9),
+            disk_read("direct", 4, 2.0e9, 1e-3),
+            disk_read("direct", 8, 2.05e9),
+            disk_read("buffered", 4, 1.5e9),
+        ),
+        is_disturbed=False,
+        machine={"usable_cores": 2},
+        warnings=(),
+    )
+    return replace(values, **changes)
+
+
+def test_cpu_profile_by_hand() -> None:
+    found = handmade()
+    profile = to_profile(found, "cpu")
+    assert profile.name == "this-machine (2 cores)"
+    assert (profile.disk_method, profile.disk_queue_depth) == ("direct", 4)
+    assert profile.disk_direct_bytes_per_s == 2.05e9
+    assert profile.disk_buffered_bytes_per_s == 1.5e9
+    assert profile.mean_tokens_per_miss == 2.0
+    assert profile.is_measured and profile.note == ""
+    costs = CostModel.from_profile(profile, found.expert_bytes)
+    assert costs.transfer_s == pytest.approx(found.expert_bytes / 2.0e9)
+    assert profile.copy_latency_s == 1e-3
+    assert costs.cpu_base_s == pytest.approx(4e-4)
+    assert costs.cpu_token_s == pytest.approx(2e-5)
+
+
+def test_emulated_profile_by_hand() -> None:
+    profile = to_profile(handmade(), "emulated", mean_tokens_per_miss=3.5)
+    assert profile.copy_bytes_per_s == pytest.approx(6e9) and profile.copy_latency_s == 0
+    assert profile.mean_tokens_per_miss == 3.5
+    assert "emulated" in profile.name and profile.is_measured
+
+
+def test_disturbed_measurement_takes_the_fastest_times_and_says_so() -> None:
+    times = tuple(ExpertTime(n, Figure(1e-2, 4e-4, 2e-2, 9)) for n in EXPERT_ROWS)
+    profile = to_profile(handmade(expert_times=times, is_disturbed=True), "cpu")
+    assert CostModel.from_profile(profile, 6_000_000).cpu_s(2) == pytest.approx(4e-4, rel=0.02)
+    assert "busy" in profile.note
+
+
+def test_tiny_reads_never_explain_more_than_half() -> None:
+    reads = (disk_read("buffered", 1, 1e9, tiny_s=1.0),)
+    profile = to_profile(handmade(disk_reads=reads), "cpu")
+    assert profile.copy_latency_s == pytest.approx(3e-3)
+    assert CostModel.from_profile(profile, 6_000_000).transfer_s == pytest.approx(6e-3)
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device"):
+        to_profile(handmade(), "cuda")
+    with pytest.raises(ConfigError, match="device"):
+        default_profile_path("../cuda")
+
+
+def test_best_disk_read_prefers_few_threads_of_equal_speed() -> None:
+    reads = [disk_read("direct", 8, 1.0e9), disk_read("buffered", 2, 0.97e9)]
+    assert best_disk_read(reads) is reads[1]
+    assert best_disk_read([reads[0], disk_read("buffered", 2, 0.9e9)]) is reads[0]
+    assert best_disk_read([]) is None
+
+
+ROWS = [1.0, 2.0, 4.0, 8.0, 16.0]
+times_s = st.floats(min_value=1e-6, max_value=10.0)
+
+
+@given(base_s=times_s, share=st.floats(min_value=0.02, max_value=10.0))
+def test_fit_recovers_an_affine_law(base_s: float, share: float) -> None:
+    row_s = share * base_s
+    fitted = fit_affine(ROWS, [base_s + row_s * n for n in ROWS])
+    if base_s > 0.02 * (base_s + row_s * sum(ROWS) / len(ROWS)):
+        assert fitted == pytest.approx((base_s, row_s), rel=1e-6)
+
+
+@given(st.lists(times_s, min_size=5, max_size=5))
+def test_fit_is_positive_and_within_reason(seconds: list[float]) -> None:
+    base_s, row_s = fit_affine(ROWS, seconds)
+    assert base_s > 0 and row_s > 0
+    assert base_s + row_s <= 2 * max(seconds)
+
+
+# Files
+
+
+def test_default_profile_path() -> None:
+    path = default_profile_path("cpu")
+    assert path == Path.home() / ".cache" / "oled-moe" / "hardware-cpu.json"
+    folder = Path("elsewhere")
+    assert default_profile_path("emulated", cache_directory=folder).parent == folder
+
+
+def test_save_replaces_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "hardware.json"
+    save_profile(DEFAULT_PROFILE, path)
+    save_profile(replace(DEFAULT_PROFILE, name="second"), path)
+    assert load_profile(path).name == "second"
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OledMoeError, match=r"hardware\.json"):
+        save_profile(DEFAULT_PROFILE, path)
+    assert load_profile(path).name == "second"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_save_under_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OledMoeError, match="cannot be written"):
+        save_profile(DEFAULT_PROFILE, tmp_path / "file" / "hardware.json")
+
+
+# Facts, with proc and sys made up
+
+
+def write_files(root: Path, files: Mapping[str, str]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    return root
+
+
+V1 = {
+    "proc/self/cgroup": "4:memory:/jobs/one\n2:cpu,cpuacct:/jobs/one\n0::/",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "999999999",
+    "sys/fs/cgroup/memory/jobs/memory.limit_in_bytes": "5000000",
+    "sys/fs/cgroup/memory/jobs/memory.usage_in_bytes": "4000000",
+    "sys/fs/cgroup/memory/jobs/memory.stat": "cache 7\ntotal_inactive_file 500000\nrss 1",
+    "sys/fs/cgroup/memory/jobs/one/memory.limit_in_bytes": "3000000",
+    "sys/fs/cgroup/memory/jobs/one/memory.usage_in_bytes": "1000000",
+    "sys/fs/cgroup/cpu,cpuacct/jobs/one/cpu.cfs_quota_us": "150000",
+    "sys/fs/cgroup/cpu,cpuacct/jobs/one/cpu.cfs_period_us": "100000",
+    "sys/fs/cgroup/cpu,cpuacct/jobs/cpu.cfs_quota_us": "-1",
+    "sys/fs/cgroup/cpu,cpuacct/jobs/cpu.cfs_period_us": "100000",
+}
+V2 = {
+    "proc/self/cgroup": "0::/../app.slice/job",
+    "sys/fs/cgroup/app.slice/memory.max": "max",
+    "sys/fs/cgroup/app.slice/memory.current": "123",
+    "sys/fs/cgroup/app.slice/cpu.max": "max 100000",
+    "sys/fs/cgroup/app.slice/job/memory.max": "8000000",
+    "sys/fs/cgroup/app.slice/job/memory.current": "7000000",
+    "sys/fs/cgroup/app.slice/job/memory.stat": "inactive_file 2000000\nslab 3",
+    "sys/fs/cgroup/app.slice/job/cpu.max": "50000 100000",
+}
+# As in a container whose path is the host's: only the top of the tree can be seen.
+CONTAINER = {
+    "proc/self/cgroup": "0::/host/docker/abc",
+    "sys/fs/cgroup/memory.max": "4000000",
+    "sys/fs/cgroup/memory.current": "1000000",
+    "sys/fs/cgroup/cpu.max": "400000 100000",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "left", "limit", "quota"),
+    [
+        (V1, 1_500_000, 3_000_000, 1.5),
+        (V2, 3_000_000, 8_000_000, 0.5),
+        (CONTAINER, 3_000_000, 4_000_000, 4.0),
+    ],
+    ids=["v1", "v2", "container"],
+)
+def test_cgroup_limits(
+    files: Mapping[str, str], left: int, limit: int, quota: float, tmp_path: Path
+) -> None:
+    root = write_files(tmp_path, files)
+    assert usable_memory_bytes(root=root) == left
+    facts = machine_facts(root=root)
+    assert facts["memory_limit_bytes"] == limit
+    assert facts["usable_memory_bytes"] == left
+    assert facts["cpu_quota_cores"] == quota
+    assert 1 <= facts["usable_cores"] <= max(1, quota)
+
+
+def test_used_up_cgroup_leaves_nothing(tmp_path: Path) -> None:
+    files = {**CONTAINER, "sys/fs/cgroup/memory.current": "4100000"}
+    assert usable_memory_bytes(root=write_files(tmp_path, files)) == 0
+
+
+@pytest.mark.parametrize("content", ["", "garbage", "0::", "a:b", "4:memory:/../.."])
+def test_unreadable_cgroups_are_no_limit(content: str, tmp_path: Path) -> None:
+    root = write_files(tmp_path, {"proc/self/cgroup": content})
+    assert 0 < usable_memory_bytes(root=root) <= psutil.virtual_memory().total
+    facts = machine_facts(root=root)
+    assert facts["memory_limit_bytes"] is None and facts["cpu_quota_cores"] is None
+
+
+def test_threads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    pairs = {0: "0,4", 4: "0,4", 1: "1,5", 5: "1,5"}
+    root = write_files(tmp_path, {siblings.format(cpu): pair for cpu, pair in pairs.items()})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 4, 1}, raising=False)
+    assert usable_cores(root=root) == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert usable_cores(root=root) >= 1
+
+
+def test_cpu_facts(tmp_path: Path) -> None:
+    cache = "sys/devices/system/cpu/cpu0/cache"
+    root = write_files(
+        tmp_path,
+        {
+            "proc/cpuinfo": "model name\t: Some CPU @ 2GHz\nflags\t\t: fpu avx2 amx_bf16",
+            f"{cache}/index0/level": "1",
+            f"{cache}/index0/size": "48K",
+            f"{cache}/index3/level": "3",
+            f"{cache}/index3/size": "32M",
+        },
+    )
+    facts = machine_facts(root=root)
+    assert facts["cpu_model"] == "Some CPU @ 2GHz"
+    assert facts["cpu_flags"] == ["avx2", "amx_bf16"]
+    assert facts["last_level_cache_bytes"] == 32 * MIB
+
+
+def test_facts_are_json_without_the_host_name() -> None:
+    text = json.dumps(machine_facts())
+    assert os.uname().nodename not in json.loads(text).values()
+    assert json.loads(text)["memory_total_bytes"] > 0
+
+
+def test_load_counts_other_processes_only() -> None:
+    load = profiler._Load()
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    assert 0 <= load.busy_cores() <= (os.cpu_count() or 1) + 0.5
