@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -39,7 +39,8 @@ from oled_moe.profiler import (
     to_profile,
     usable_cores,
     usable_memory_bytes,
-)from oled_moe.store import DiskExpertStore
+)
+from oled_moe.store import DiskExpertStore
 
 MIB = 2**20
 TINY = Effort(
@@ -96,6 +97,8 @@ def test_measures_everything(dtype: torch.dtype, tmp_path: Path) -> None:
     assert found.matrix_size == TINY.max_matrix_size
     methods = [read.method for read in found.disk_reads]
     assert methods.count("buffered") == len(QUEUE_DEPTHS)
+    if methods.count("direct") != len(QUEUE_DEPTHS):
+        assert any("O_DIRECT" in warning for warning in found.warnings)
     for read in found.disk_reads:
         check_figure(read.bytes_per_s)
         check_figure(read.tiny_read_s)
@@ -297,13 +300,25 @@ def test_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert any("measure again when it is idle" in warning for warning in found.warnings)
 
 
-def test_quantum_shaped_times_are_told() -> None:
-    warnings: list[str] = []
-    profiler._warn_if_uneven("steady", [0.100, 0.101, 0.150], warnings)
-    profiler._warn_if_uneven("short", [1e-4, 3e-4, 5e-4], warnings)
-    assert warnings == []
-    profiler._warn_if_uneven("experts", [2e-4, 8e-3, 8e-3], warnings)
-    assert len(warnings) == 1 and warnings[0].startswith("experts: median 8.0 ms")
+@pytest.mark.parametrize(
+    ("times", "is_uneven"),
+    [
+        ([0.100, 0.101, 0.150], False),
+        ([1e-4, 3e-4, 5e-4], False),
+        ([1e-4, 1e-4, 8e-3], False),
+        ([2e-4, 8e-3, 8e-3], True),
+    ],
+    ids=["steady", "short", "one late", "quantum"],
+)
+def test_quantum_shaped_times_are_noticed(times: list[float], is_uneven: bool) -> None:
+    assert profiler._is_uneven(times) == is_uneven
+
+
+def test_uneven_expert_times_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "_is_uneven", lambda times: True)
+    warnings = [text for text in measure(tmp_path).warnings if "threads waited" in text]
+    assert len(warnings) == 2
+    assert "1, 2, 4, 8, 16, 32, 64 rows" in warnings[0]
 
 
 def test_directory_in_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,9 +594,22 @@ def test_facts_are_json_without_the_host_name() -> None:
     assert json.loads(text)["memory_total_bytes"] > 0
 
 
-def test_load_counts_other_processes_only() -> None:
+class CpuTimes(NamedTuple):
+    user: float
+    system: float
+    idle: float
+    iowait: float
+    guest: float
+
+
+def test_load_counts_other_processes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = iter([0.0, 2.0])
+    totals = iter([CpuTimes(10, 1, 50, 5, 3), CpuTimes(13, 2, 55, 9, 6)])
+    own = iter([1.0, 2.0])
+    monkeypatch.setattr(psutil, "cpu_times", lambda: next(totals))
+    monkeypatch.setattr(time, "process_time", lambda: next(own))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clocks))
     load = profiler._Load()
-    end = time.process_time() + 0.2
-    while time.process_time() < end:
-        pass
-    assert 0 <= load.busy_cores() <= (os.cpu_count() or 1) + 0.5
+    busy_cores = load.busy_cores()
+    monkeypatch.undo()
+    assert busy_cores == 1.5

@@ -6,6 +6,8 @@ what was granted for them, or what is left.
 
 from dataclasses import dataclass
 
+import psutil
+
 from oled_moe.config import EngineConfig, format_size, parse_size
 from oled_moe.errors import ConfigError, DoesNotFitError
 from oled_moe.types import MoeShape
@@ -81,6 +83,11 @@ class MemoryPlan:
         ]
         kept = [entry for entry in entries if entry[1] or "slots" in entry[0]]
         return [*kept, ("total", self.total_bytes)]
+
+
+def process_memory_bytes() -> int:
+    """What this process holds in RAM now (resident set). Units: bytes."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def plan_memory(

@@ -61,6 +61,7 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _DEPTH_TOLERANCE = 0.05
 # Two threads on two cores wait this long when another process holds one of them.
 _QUANTUM_S = 2e-3
+_UNEVEN = "are mostly far above the fastest: threads waited for cores; measure again when idle"
 # Cores that others may use, beyond those left over, before figures count as disturbed.
 _BUSY_TOLERANCE = 0.25
 
@@ -467,12 +468,15 @@ def _expert_times(
     def compute(rows_ND: Tensor) -> None:
         kernel(rows_ND, experts[next(next_expert)])
 
-    figures = []
+    figures, uneven = [], []
     for num_rows in EXPERT_ROWS:
         rows_ND = torch.ones(num_rows, layout.hidden_size, dtype=layout.dtype)
         times = _repeat(partial(compute, rows_ND), effort.num_expert_calls, effort.step_budget_s)
-        _warn_if_uneven(f"experts on {num_rows} rows", times, warnings)
         figures.append(ExpertTime(num_rows, Figure.of(times)))
+        if _is_uneven(times):
+            uneven.append(str(num_rows))
+    if uneven:
+        warnings.append(f"times of experts on {', '.join(uneven)} rows {_UNEVEN}")
     return tuple(figures)
 
 
@@ -487,7 +491,8 @@ def _expert_copy_s(arena: Tensor, effort: Effort, warnings: list[str]) -> Figure
         slots[half + index] = slots[index]
 
     times = _repeat(copy, effort.num_expert_calls, effort.step_budget_s)
-    _warn_if_uneven("copies of experts", times, warnings)
+    if _is_uneven(times):
+        warnings.append(f"times of copied experts {_UNEVEN}")
     return Figure.of(times)
 
 
@@ -508,13 +513,10 @@ def _cycle(length: int) -> Iterator[int]:
         yield from range(length)
 
 
-def _warn_if_uneven(what: str, times: Sequence[float], warnings: list[str]) -> None:
+def _is_uneven(times: Sequence[float]) -> bool:
+    """Whether the median looks like waiting for a turn on a core."""
     median, least = statistics.median(times), min(times)
-    if median > 2 * least and median - least > _QUANTUM_S:
-        warnings.append(
-            f"{what}: median {median * 1e3:.1f} ms, fastest {least * 1e3:.1f} ms; threads "
-            "seem to wait for cores that others use, measure again when the machine is idle"
-        )
+    return median > 2 * least and median - least > _QUANTUM_S
 
 
 class _Load:

@@ -362,7 +362,7 @@ def _read_direct(
         aligned = num_read // PAGE_BYTES * PAGE_BYTES
         block = bounce[aligned : _round_up(needed, PAGE_BYTES)]
         count = os.preadv(descriptor, [block], start + aligned)
-        if count == 0:
+        if aligned + count <= num_read:
             missing = needed - num_read
             raise EOFError(f"the file ends at byte {start + num_read}, {missing} bytes too early")
         num_read = aligned + count

@@ -242,10 +242,14 @@ def build_weight_map(config: Config) -> WeightMap:
 
 
 def kept_dtypes(config: Config) -> frozenset[str]:
-    """The router's bias: bf16 in 2.0, fp32 in 2.1, added in fp32 as stored (models.md 3.1)."""
+    """What the router reads: it works in fp32, from weights and bias as stored.
+
+    The bias is bf16 in 2.0 and fp32 in 2.1 (models.md 3.1).
+    """
     return frozenset(
-        f"model.layers.{layer}.mlp.gate.expert_bias"
+        f"model.layers.{layer}.mlp.gate.{part}"
         for layer in range(config.num_dense_layers, config.num_layers)
+        for part in ("weight", "expert_bias")
     )
 
 

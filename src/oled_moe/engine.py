@@ -1,0 +1,619 @@
+"""Engine: opens a checkpoint, plans memory, builds the tiers, generates.
+
+The place where devices are told apart: `_build_experts` chooses lanes, copies and kernels. A CUDA
+device is one more branch there: a stream lane for copies, one for compute, its kernels, and a
+store of pinned memory; nothing that decides or moves changes.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from oled_moe.cache import ExpertCache
+from oled_moe.checkpoint import Checkpoint, read_weights
+from oled_moe.config import (
+    DecodingParams,
+    EngineConfig,
+    SamplingParams,
+    check_int,
+    sampling_from_generation_config,
+)
+from oled_moe.costs import (
+    DEFAULT_EMULATED_PROFILE,
+    DEFAULT_PROFILE,
+    CostModel,
+    HardwareProfile,
+    load_profile,
+)
+from oled_moe.decoding import (
+    MAX_PREFILL_TOKENS,
+    BlockDiffusionDecoder,
+    DecodingCounters,
+    DecodingStep,
+    TokenChange,
+    never_stop,
+)
+from oled_moe.errors import (
+    CheckpointError,
+    ConfigError,
+    InputError,
+    ModelNotFoundError,
+    OledMoeError,
+)
+from oled_moe.experts import OffloadedExperts
+from oled_moe.kernels import KERNELS
+from oled_moe.lanes import InlineLane, Lane, ThreadLane
+from oled_moe.memory import MemoryPlan, ModelMemory, plan_memory, process_memory_bytes
+from oled_moe.metrics import ExpertCounters, GenerationStats
+from oled_moe.models import Family, ModelConfig, find_family
+from oled_moe.policies import OffloadPolicy, build_policy
+from oled_moe.profiler import default_profile_path, usable_memory_bytes
+from oled_moe.slots import RatedCopy, SlotPool
+from oled_moe.store import DiskExpertStore, ExpertLayout, ExpertPart, HostExpertStore
+from oled_moe.tokenization import Tokenizer
+from oled_moe.types import MoeShape
+
+DEMO_MODEL = "demo"
+# Context that keys and values are planned for where nothing else is asked.
+DEFAULT_MODEL_LEN = 4096
+# The family's ids, for checkpoints that name none (models.md 1.1).
+_DEFAULT_MASK_ID = 156895
+_DEFAULT_EOS_ID = 156892
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """One answer. `token_ids`: without the prompt, up to and including eos. `finish_reason`: stop
+    (eos, a stop id or string) or length. `text`: without special tokens and stop string; None
+    where the checkpoint has no tokenizer."""
+
+    text: str | None
+    token_ids: list[int]
+    finish_reason: str
+    stats: GenerationStats
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """One denoising step as seen from outside.
+
+    `token_ids` and `is_masked` are the block at work, whose first position is `block_start`
+    counted from the start of the prompt; `changes` what this step did. `text` is the answer so
+    far: it only grows, and no later step changes it. `result` is set on the last event.
+    """
+
+    block_id: int
+    step_id: int
+    block_start: int
+    token_ids: tuple[int, ...]
+    is_masked: tuple[bool, ...]
+    changes: tuple[TokenChange, ...]
+    is_block_done: bool
+    text: str | None
+    result: GenerationResult | None
+
+    @property
+    def num_masked(self) -> int:
+        return sum(self.is_masked)
+
+
+def find_model(model: str | Path, *, hub_cache: Path | None = None) -> Path:
+    """The directory of `demo`, a local path, or a hub id that is already in the local cache.
+
+    Raises: ModelNotFoundError with the command that downloads the model.
+    """
+    if str(model) == DEMO_MODEL:
+        return Path(__file__).parent / "demo"
+    path = Path(model)
+    if path.exists():
+        return path
+    name = str(model)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        hub_cache = hub_cache or Path.home() / ".cache" / "huggingface" / "hub"
+        snapshot = _find_snapshot(hub_cache / f"models--{name.replace('/', '--')}")
+        if snapshot is not None:
+            return snapshot
+        raise ModelNotFoundError(
+            f"{name} is neither a directory nor in the local hub cache {hub_cache}; "
+            f"download it with: hf download {name}"
+        )
+    raise ModelNotFoundError(
+        f"no model at {name}; give `demo`, a directory with config.json, or a hub id ORG/NAME"
+    )
+
+
+def _find_snapshot(repository: Path) -> Path | None:
+    """The snapshot that `main` points to, else the newest."""
+    reference = repository / "refs" / "main"
+    if reference.is_file():
+        named = repository / "snapshots" / reference.read_text(encoding="utf-8").strip()
+        if named.is_dir():
+            return named
+    snapshots = [path for path in repository.glob("snapshots/*") if path.is_dir()]
+    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+
+
+class Engine:
+    """A loaded model with its experts offloaded; generates one answer at a time.
+
+    `model`: `demo`, a directory, or a hub id in the local cache. Several threads may call; their
+    answers are made one after another. `progress(what, done, total)` is told of long loading.
+
+    Raises: ModelNotFoundError, CheckpointError, ConfigError, DoesNotFitError; nothing stays loaded
+    then.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        hub_cache: Path | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        self.path = find_model(model, hub_cache=hub_cache)
+        checkpoint = Checkpoint.open(self.path)
+        family = find_family(checkpoint.config)
+        self.model_config = family.config(checkpoint.config)
+        self.tokenizer = Tokenizer.load(self.path)
+        self.sampling_defaults = _sampling_defaults(checkpoint, self.model_config, self.tokenizer)
+        self.max_model_len = config.max_model_len or min(
+            self.model_config.max_positions, DEFAULT_MODEL_LEN
+        )
+        if self.max_model_len > self.model_config.max_positions:
+            raise ConfigError(
+                f"max_model_len is {self.max_model_len}; allowed: 1 to "
+                f"{self.model_config.max_positions}, the model's max_position_embeddings"
+            )
+        self.hardware, self.hardware_source = _find_hardware(config)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        sizes = _WeightSizes.of(checkpoint, family, self.model_config, config)
+        self.memory_plan = _plan(
+            config, self.model_config, sizes, self.max_model_len, self.hardware
+        )
+        costs = CostModel.from_profile(self.hardware, sizes.layout.weight_bytes)
+        self.policy = _policy_of(config, self.memory_plan.shape, costs)
+        weights, store = read_weights(
+            checkpoint,
+            map_weight=family.weight_map(self.model_config),
+            shapes=family.parameter_shapes(self.model_config),
+            num_moe_layers=self.model_config.num_moe_layers,
+            num_experts=self.model_config.num_experts,
+            hidden_size=self.model_config.hidden_size,
+            intermediate_size=self.model_config.moe_intermediate_size,
+            dtype=sizes.layout.dtype,
+            keep_dtype=family.kept_dtypes(self.model_config),
+            method=self.hardware.disk_method,
+        )
+        self._tiers = _build_experts(
+            config, self.memory_plan, self.policy, store, self.hardware, progress
+        )
+        self.model = family.build(
+            self.model_config,
+            weights,
+            self._tiers.experts,
+            dtype=sizes.layout.dtype,
+            # A request's last block may run past the context; blocks are no longer than it.
+            num_positions=2 * self.max_model_len,
+        )
+        self.dtype = sizes.layout.dtype
+        self._decoder = BlockDiffusionDecoder(
+            self.model,
+            end_forward=lambda is_denoise: self.cache.end_forward(is_denoise=is_denoise),
+        )
+        self._turn = threading.Lock()
+        self._turn_owner: int | None = None
+        self._num_requests = 0
+        self._is_closed = False
+
+    @property
+    def cache(self) -> ExpertCache:
+        """Who is resident; for looking at."""
+        return self._tiers.experts.cache
+
+    @property
+    def experts(self) -> OffloadedExperts:
+        """The offloaded experts; observers of demands and plans are added here."""
+        return self._tiers.experts
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> GenerationResult:
+        """Answer one prompt. A string is taken as it is, without a chat template.
+
+        Raises: InputError for a prompt that cannot be run, ConfigError for parameters.
+        """
+        result = None
+        for event in self.stream(prompt, params):
+            result = event.result
+        assert result is not None
+        return result
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Iterator[StepEvent]:
+        """Answer one prompt, one event per denoising step; the last carries the result.
+
+        The prompt is checked at once; the engine is busy from the first event until the last, or
+        until the iterator is closed. Raises: as `generate`.
+        """
+        prompt_ids = self._prompt_ids(prompt)
+        resolved = self._resolve(params or SamplingParams(), len(prompt_ids))
+        return self._run(prompt_ids, resolved)
+
+    def close(self) -> None:
+        """Release memory, files and threads."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._tiers.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self, prompt_ids: list[int], params: DecodingParams) -> Iterator[StepEvent]:
+        self._take_turn()
+        try:
+            yield from self._decode(prompt_ids, params)
+        finally:
+            self._turn_owner = None
+            self._turn.release()
+
+    def _decode(self, prompt_ids: list[int], params: DecodingParams) -> Iterator[StepEvent]:
+        counters, experts = DecodingCounters(), ExpertCounters()
+        planning_start_s = self.experts.planning_s
+        text = _TextStream(self.tokenizer, params.stop)
+        self._num_requests += 1
+        self.experts.observers.append(experts)
+        try:
+            for step in self._decoder.decode(
+                prompt_ids,
+                params,
+                request_id=self._num_requests - 1,
+                stop_rule=text.stop_rule if params.stop else never_stop,
+                counters=counters,
+            ):
+                result = None
+                if step.is_last:
+                    stats = experts.stats(
+                        counters,
+                        num_tokens=len(step.answer_ids),
+                        expert_bytes=self._tiers.layout.weight_bytes,
+                        max_resident_experts=self._tiers.pool.num_filled,
+                        expert_memory_bytes=self.memory_plan.expert_memory_bytes,
+                        planning_s=self.experts.planning_s - planning_start_s,
+                    )
+                    result = GenerationResult(
+                        text.final(step.answer_ids),
+                        list(step.answer_ids),
+                        step.finish_reason or "length",
+                        stats,
+                    )
+                yield _event(step, text, result)
+        finally:
+            self.experts.observers.remove(experts)
+            self.cache.check()
+
+    def _take_turn(self) -> None:
+        if self._is_closed:
+            raise OledMoeError("the engine is closed; make a new one")
+        if self._turn_owner == threading.get_ident():
+            raise OledMoeError(
+                "this thread is still streaming an answer from this engine; finish or close that "
+                "iterator first"
+            )
+        self._turn.acquire()
+        self._turn_owner = threading.get_ident()
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError(
+                    f"{self.path} has no tokenizer.json; give the prompt as a list of token ids"
+                )
+            return self.tokenizer.encode(prompt)
+        vocab_size = self.model_config.vocab_size
+        try:
+            prompt_ids = [index(token_id) for token_id in prompt]
+        except TypeError:
+            raise InputError("the prompt must be a string or a list of whole numbers") from None
+        for position, token_id in enumerate(prompt_ids):
+            if not 0 <= token_id < vocab_size:
+                raise InputError(
+                    f"prompt token {position} is {token_id}; allowed: 0 to {vocab_size - 1}"
+                )
+        return prompt_ids
+
+    def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> DecodingParams:
+        resolved = DecodingParams.resolve(params.with_defaults(self.sampling_defaults))
+        vocab_size = self.model_config.vocab_size
+        check_int("mask_token_id", resolved.mask_token_id, minimum=0, maximum=vocab_size - 1)
+        for token_id in (resolved.eos_token_id, *resolved.stop_token_ids):
+            if token_id is not None:
+                check_int("eos or stop token id", token_id, minimum=0, maximum=vocab_size - 1)
+            if token_id == resolved.mask_token_id:
+                raise ConfigError(f"token {token_id} is given as the mask and as an end token")
+        check_int("block_length", resolved.block_length, minimum=1, maximum=self.max_model_len)
+        num_tokens = num_prompt_tokens + resolved.max_tokens
+        if num_tokens > self.max_model_len:
+            raise InputError(
+                f"{num_prompt_tokens} prompt tokens and max_tokens {resolved.max_tokens} make "
+                f"{num_tokens}; allowed: max_model_len {self.max_model_len}; shorten the prompt, "
+                "lower max_tokens or raise max_model_len"
+            )
+        if resolved.stop and self.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer, which this checkpoint lacks")
+        return resolved
+
+
+def _event(step: DecodingStep, text: "_TextStream", result: GenerationResult | None) -> StepEvent:
+    return StepEvent(
+        step.block_id,
+        step.step_id,
+        step.block_start,
+        step.token_ids,
+        step.is_masked,
+        step.changes,
+        step.is_block_done,
+        text.so_far(step.answer_ids) if result is None else result.text,
+        result,
+    )
+
+
+class _TextStream:
+    """Text of the finished part of one answer, held back where later tokens could change it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._decoded: tuple[int, str] = (0, "")
+
+    def stop_rule(self, answer_ids: Sequence[int]) -> int | None:
+        """How many tokens hold the first stop string to its end; None where there is none."""
+        assert self._tokenizer is not None
+        if self._stop_start(self._tokenizer.decode(answer_ids)) is None:
+            return None
+        num_kept = len(answer_ids)
+        for length in range(len(answer_ids), 0, -1):
+            if self._stop_start(self._tokenizer.decode(answer_ids[:length])) is None:
+                break
+            num_kept = length
+        return num_kept
+
+    def so_far(self, answer_ids: Sequence[int]) -> str | None:
+        """Text that stays: no half character, nothing that may become a stop string."""
+        if self._tokenizer is None:
+            return None
+        if self._decoded[0] != len(answer_ids):
+            text = self._tokenizer.decode(answer_ids).rstrip("\ufffd")
+            self._decoded = (len(answer_ids), text[: len(text) - self._held_back(text)])
+        return self._decoded[1]
+
+    def final(self, answer_ids: Sequence[int]) -> str | None:
+        """Text of the whole answer without the stop string."""
+        if self._tokenizer is None:
+            return None
+        text = self._tokenizer.decode(answer_ids)
+        start = self._stop_start(text)
+        return text if start is None else text[:start]
+
+    def _stop_start(self, text: str) -> int | None:
+        starts = [start for start in (text.find(stop) for stop in self._stop) if start >= 0]
+        return min(starts, default=None)
+
+    def _held_back(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        return max(
+            (
+                length
+                for stop in self._stop
+                for length in range(1, len(stop))
+                if text.endswith(stop[:length])
+            ),
+            default=0,
+        )
+
+
+def _sampling_defaults(
+    checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None
+) -> SamplingParams:
+    """What the checkpoint says: ids from config.json first, then generation_config.json."""
+    from_config: dict[str, Any] = {}
+    for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
+        value = checkpoint.config.get(name)
+        if isinstance(value, int | list) and not isinstance(value, bool):
+            from_config[name] = value
+    try:
+        ids = sampling_from_generation_config(from_config)
+        rest = sampling_from_generation_config(checkpoint.generation_config)
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from None
+    found = ids.with_defaults(rest)
+    if tokenizer is not None:
+        found = found.with_defaults(
+            SamplingParams(
+                mask_token_id=tokenizer.mask_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        )
+    if config.vocab_size > _DEFAULT_MASK_ID:
+        family = SamplingParams(mask_token_id=_DEFAULT_MASK_ID, eos_token_id=_DEFAULT_EOS_ID)
+        found = found.with_defaults(family)
+    return found
+
+
+def _find_hardware(config: EngineConfig) -> tuple[HardwareProfile, str]:
+    """The profile to decide by, and where it comes from."""
+    if isinstance(config.hardware, HardwareProfile):
+        return config.hardware, "given"
+    if isinstance(config.hardware, str | Path):
+        path = Path(config.hardware)
+        return load_profile(path), str(path)
+    if config.hardware is not None:
+        raise ConfigError(
+            f"hardware is {config.hardware!r}; allowed: a HardwareProfile, the path of one, None"
+        )
+    path = default_profile_path(config.device)
+    if path.is_file():
+        return load_profile(path), str(path)
+    profile = DEFAULT_EMULATED_PROFILE if config.device == "emulated" else DEFAULT_PROFILE
+    return profile, "built in, not measured: run `oled-moe doctor`"
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightSizes:
+    """What the headers say about sizes, before anything is read. Units: bytes."""
+
+    layout: ExpertLayout
+    dense_bytes: int
+    is_converted: bool
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, family: Family, config: ModelConfig, wanted: EngineConfig
+    ) -> "_WeightSizes":
+        weight_map, kept = family.weight_map(config), family.kept_dtypes(config)
+        stored, dense = torch.bfloat16, []
+        for record in checkpoint.tensors.values():
+            try:
+                target = weight_map(record.name)
+            except KeyError:
+                continue
+            if isinstance(target, ExpertPart):
+                stored = record.dtype
+            elif target is not None:
+                dense.append((target, record))
+        dtype: torch.dtype = getattr(torch, wanted.dtype) if wanted.dtype else stored
+        dense_bytes = sum(
+            record.num_bytes
+            if target in kept
+            else record.num_bytes // record.dtype.itemsize * dtype.itemsize
+            for target, record in dense
+        )
+        layout = ExpertLayout(config.hidden_size, config.moe_intermediate_size, dtype)
+        return cls(layout, dense_bytes, dtype != stored)
+
+
+def _plan(
+    config: EngineConfig,
+    model: ModelConfig,
+    sizes: _WeightSizes,
+    max_model_len: int,
+    hardware: HardwareProfile,
+) -> MemoryPlan:
+    layout, itemsize = sizes.layout, sizes.layout.dtype.itemsize
+    shape = MoeShape(model.num_moe_layers, model.num_experts, model.top_k, layout.slot_bytes)
+    kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize
+    # Prefill holds, per token, the routed rows and their outputs and a few hidden vectors;
+    # a step holds the logits and one temporary of their size.
+    num_prefill = min(max_model_len, MAX_PREFILL_TOKENS)
+    rows_bytes = num_prefill * model.hidden_size * (2 * model.top_k * itemsize + 6 * itemsize + 8)
+    logits_bytes = 2 * 4 * model.vocab_size * 64
+    is_emulated = config.device == "emulated"
+    buffers = hardware.disk_queue_depth * layout.slot_bytes * (2 if sizes.is_converted else 1)
+    memory = ModelMemory(
+        process_bytes=process_memory_bytes(),
+        dense_bytes=sizes.dense_bytes,
+        kv_bytes=kv_per_token * max_model_len * config.max_num_seqs,
+        activation_bytes=rows_bytes + logits_bytes,
+        buffer_bytes=0 if is_emulated else buffers,
+        host_expert_bytes=shape.num_experts_total * layout.slot_bytes if is_emulated else 0,
+    )
+    return plan_memory(config, shape, memory, usable_bytes=usable_memory_bytes())
+
+
+def _policy_of(config: EngineConfig, shape: MoeShape, costs: CostModel) -> OffloadPolicy:
+    if isinstance(config.policy, str):
+        return build_policy(config.policy, shape, costs)
+    if isinstance(config.policy, OffloadPolicy):
+        return config.policy
+    raise ConfigError(f"policy is {config.policy!r}; allowed: a name or an OffloadPolicy")
+
+
+@dataclass(slots=True)
+class _Tiers:
+    """The pieces of a device that have to be closed."""
+
+    experts: OffloadedExperts
+    pool: SlotPool
+    layout: ExpertLayout
+    lanes: list[Lane]
+    store: DiskExpertStore | HostExpertStore
+
+    def close(self) -> None:
+        for lane in self.lanes:
+            lane.close()
+        self.store.close()
+
+
+def _build_experts(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    policy: OffloadPolicy,
+    store: DiskExpertStore,
+    hardware: HardwareProfile,
+    progress: Progress | None,
+) -> _Tiers:
+    """Choose lanes, copies and kernels for the device; the one place that tells devices apart."""
+
+    def tell(what: str) -> Callable[[int, int], None] | None:
+        return None if progress is None else lambda done, total: progress(what, done, total)
+
+    is_emulated = config.device == "emulated"
+    has_cpu_experts = is_emulated and config.cpu_experts
+    cache = ExpertCache(
+        plan.shape,
+        policy,
+        num_slots=plan.num_slots,
+        num_staging=plan.num_staging,
+        has_cpu_experts=has_cpu_experts,
+    )
+    num_slots = plan.num_slots + plan.num_staging
+    kernel, layout = KERNELS["cpu"], store.layout
+    if is_emulated:
+        host = HostExpertStore.from_store(store, tell("experts to RAM"))
+        store.close()
+        jitter_s = hardware.emulated_jitter_s
+        copies: Lane = ThreadLane("copy", jitter_s=jitter_s, seed=config.seed)
+        compute: Lane = ThreadLane("device", jitter_s=jitter_s, seed=config.seed + 1)
+        cpu: Lane | None = ThreadLane("cpu", jitter_s=jitter_s, seed=config.seed + 2)
+        copy = RatedCopy(
+            host, bytes_per_s=hardware.copy_bytes_per_s, latency_s=hardware.copy_latency_s
+        )
+        pool = SlotPool(layout, num_slots, copies, copy, is_poisoned=True)
+        lanes = [copies, compute, *([cpu] if cpu else [])]
+    else:
+        host, cpu = None, None
+        copies = ThreadLane("read", num_threads=hardware.disk_queue_depth)
+        compute = InlineLane()
+        pool = SlotPool(layout, num_slots, copies, store.read_into)
+        lanes = [copies]
+    experts = OffloadedExperts(
+        cache,
+        pool,
+        kernel=kernel,
+        compute_lane=compute,
+        cpu_lane=cpu,
+        host_store=host,
+    )
+    if plan.holds_all_experts:
+        pool.fill(cache.fill(), tell("experts to slots"))
+    return _Tiers(experts, pool, layout, lanes, host or store)
