@@ -27,9 +27,7 @@ def roof_s(found: Measurements, num_rows: int) -> float:
 def print_table(found: Measurements) -> None:
     memory, matrix = found.memory_read_bytes_per_s, found.matrix_flops_per_s
     print(f"\n{found.machine['cpu_model']}, {found.num_threads} threads, {found.dtype}")
-    print(
-        f"best memory read {memory.maximum / 1e9:.1f} GB/s, matrix {matrix.maximum / 1e9:.0f} GFLOP/s"
-    )
+    print(f"at best {memory.maximum / 1e9:.1f} GB/s read, {matrix.maximum / 1e9:.0f} GFLOP/s")
     print("\nrows   median us   fastest us   roof us   share of roof")
     for row in found.expert_times:
         roof, took = roof_s(found, row.num_rows), row.seconds

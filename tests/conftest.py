@@ -1,0 +1,1 @@
+"""Makes the shared helpers of this folder importable by name."""
