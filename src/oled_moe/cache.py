@@ -55,16 +55,17 @@ class ExpertCache:
         self._owner = np.full(num_slots + num_staging, -1, dtype=np.int64)
         self._free: deque[int] = deque(range(num_slots + num_staging))
         self._num_resident = [0] * shape.num_layers
+        self._num_resident_total = 0
 
     @property
     def is_complete(self) -> bool:
         """Whether every expert of every layer is resident."""
-        return sum(self._num_resident) == self.shape.num_experts_total
+        return self._num_resident_total == self.shape.num_experts_total
 
     @property
     def num_resident(self) -> int:
         """Experts resident now, all layers."""
-        return sum(self._num_resident)
+        return self._num_resident_total
 
     def resident_ids(self, layer: int) -> IntArray:
         """Ids int64 [N], ascending, of the experts resident in `layer`."""
@@ -102,6 +103,8 @@ class ExpertCache:
         slots = slot_of[demand.expert_ids]
         is_hit = slots >= 0
         hit_ids = demand.expert_ids[is_hit]
+        if self.is_complete:
+            return LayerPlan(hit_ids, slots, _NONE, _NONE, _NONE, _NONE, capacity)
         self._observe(demand, len(hit_ids), capacity)
         if len(hit_ids) == len(demand.expert_ids) and self._num_resident[layer] <= capacity:
             return LayerPlan(hit_ids, slots, _NONE, _NONE, _NONE, _NONE, capacity)
@@ -147,7 +150,7 @@ class ExpertCache:
                 scores = score_of[candidates]
 
         # Until shrinking layers have given slots up, growing ones wait (policies.md 5.5).
-        num_free = self.num_slots - sum(self._num_resident)
+        num_free = self.num_slots - self._num_resident_total
         limit = min(capacity, self._num_resident[layer] + num_free)
         order = np.argsort(-scores, kind="stable")
         is_kept = np.zeros(self.shape.num_experts, dtype=np.bool_)
@@ -167,47 +170,42 @@ class ExpertCache:
         """Give each load a slot and bring the table to the state after the layer.
 
         Slots in the order they are used: free ones, those of evicted experts this layer does not
-        read, staging slots as they come round again, those of evicted hits last.
+        read, then round again those that streamed experts passed through; those of evicted hits,
+        which the layer reads first, only where nothing else is left.
         """
         layer, slot_of = demand.layer, self._slot_of[demand.layer]
         evicted = ((slot_of >= 0) & ~is_kept).nonzero()[0]
-        is_read = np.zeros(self.shape.num_experts, dtype=np.bool_)
-        is_read[hit_ids] = True
-        idle = slot_of[evicted[~is_read[evicted]]].tolist()
-        busy = slot_of[evicted[is_read[evicted]]].tolist()
-        self._owner[slot_of[evicted]] = -1
+        evicted_slots = slot_of[evicted]
+        is_read = np.isin(evicted, hit_ids, assume_unique=True) if len(evicted) else evicted > 0
+        self._owner[evicted_slots] = -1
         slot_of[evicted] = -1
 
-        # Experts with most tokens first: their compute is the longest to hide copies behind, and
-        # what stays goes before what is streamed, so that staging slots are reused last.
-        num_tokens = np.zeros(self.shape.num_experts, dtype=np.int64)
-        num_tokens[demand.expert_ids] = demand.num_tokens
-        load_ids = load_ids[np.lexsort((-num_tokens[load_ids], ~is_kept[load_ids]))]
-        queue = deque(self._free)
-        queue.extend(idle)
-        late = deque(busy)
-        load_slots = []
-        num_kept = 0
-        for expert, stays in zip(load_ids.tolist(), is_kept[load_ids].tolist(), strict=True):
-            if not queue:
-                queue.append(late.popleft())
-            slot = queue.popleft()
-            load_slots.append(slot)
-            if stays:
-                slot_of[expert] = slot
-                self._owner[slot] = layer * self.shape.num_experts + expert
-                num_kept += 1
-            else:
-                queue.append(slot)
-        self._num_resident[layer] += num_kept - len(evicted)
-        queue.extend(late)
-        self._free = queue
-        touched = np.array(idle + busy + load_slots, dtype=np.int64)
+        # What stays goes before what is streamed, so that staging slots come round late; most
+        # tokens first, for their compute is the longest to hide copies behind.
+        stays = is_kept[load_ids]
+        tokens = demand.num_tokens[np.searchsorted(demand.expert_ids, load_ids)]
+        load_ids = load_ids[np.lexsort((-tokens, ~stays))]
+        num_kept = int(np.count_nonzero(stays))
+        free, late = self._free, evicted_slots[is_read].tolist()
+        idle = evicted_slots[~is_read].tolist()
+        free.extend(idle)
+        kept_slots = [free.popleft() if free else late.pop(0) for _ in range(num_kept)]
+        streamed_slots = []
+        for _ in range(len(load_ids) - num_kept):
+            slot = free.popleft() if free else late.pop(0)
+            streamed_slots.append(slot)
+            free.append(slot)
+        free.extend(late)
+        kept_ids = load_ids[:num_kept]
+        slot_of[kept_ids] = kept_slots
+        self._owner[kept_slots] = layer * self.shape.num_experts + kept_ids
+        self._add_residents(layer, num_kept - len(evicted))
+        touched = np.concatenate((evicted_slots, np.array(streamed_slots, dtype=np.int64)))
         return LayerPlan(
             hit_ids,
             hit_slots,
             load_ids,
-            np.array(load_slots, dtype=np.int64),
+            np.array(kept_slots + streamed_slots, dtype=np.int64),
             cpu_ids,
             touched[self._owner[touched] < 0],
             capacity,
@@ -229,14 +227,18 @@ class ExpertCache:
         slots: IntArray = self._slot_of[layer][experts]
         self._owner[slots] = -1
         self._slot_of[layer] = -1
-        self._num_resident[layer] = 0
+        self._add_residents(layer, -len(experts))
         self._free.extend(slots.tolist())
         return slots
 
     def _take(self, layer: int, expert: int, slot: int) -> None:
         self._slot_of[layer, expert] = slot
         self._owner[slot] = layer * self.shape.num_experts + expert
-        self._num_resident[layer] += 1
+        self._add_residents(layer, 1)
+
+    def _add_residents(self, layer: int, change: int) -> None:
+        self._num_resident[layer] += change
+        self._num_resident_total += change
 
     def check(self) -> None:
         """Assert that the tables are inverse to each other and every count holds."""
@@ -250,5 +252,6 @@ class ExpertCache:
         assert free == (self._owner < 0).nonzero()[0].tolist(), "free list and owners differ"
         counts = np.bincount(layers, minlength=self.shape.num_layers)
         assert counts.tolist() == self._num_resident, "resident counts differ"
+        assert len(slots) == self._num_resident_total, "the total of residents differs"
         assert len(slots) <= self.num_slots, "more residents than slots"
         assert int(self.capacities.sum()) == self.num_slots, "capacities do not sum to the slots"

@@ -6,8 +6,10 @@ allowed. Nothing here reads the environment or a file.
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from typing import Any
 
 from oled_moe.errors import ConfigError
@@ -32,7 +34,7 @@ _UNITS = {
     "G": 2**30,
     "T": 2**40,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(field: str, value: int | str, *, whole_bytes: int | None = None) -> int:
@@ -52,7 +54,7 @@ def parse_size(field: str, value: int | str, *, whole_bytes: int | None = None) 
                 return int(whole_bytes * share / 100)
         match = _SIZE.fullmatch(value)
         if match and match[2].upper() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].upper()])
+            return int(Fraction(match[1]) * _UNITS[match[2].upper()])
     raise ConfigError(f"{field} is {value!r}; write a size such as 8GiB, 512MiB or 50%")
 
 
@@ -80,7 +82,8 @@ def check_int(
 def check_real(field: str, value: object, *, minimum: float, maximum: float = math.inf) -> None:
     """Raise ConfigError unless `value` is a finite number within the bounds."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_real and math.isfinite(value) and minimum <= value <= maximum:  # type: ignore[arg-type, operator]  # is_real narrows at run time only
+    # An int of any size compares with a float; NaN is within no bounds.
+    if is_real and minimum <= value <= min(maximum, sys.float_info.max):  # type: ignore[operator]  # is_real narrows at run time only
         return
     upper = f" to {maximum:g}" if math.isfinite(maximum) else " or more"
     raise ConfigError(f"{field} is {value!r}; allowed: a number, {minimum:g}{upper}")
@@ -88,8 +91,14 @@ def check_real(field: str, value: object, *, minimum: float, maximum: float = ma
 
 def check_choice(field: str, value: object, choices: Sequence[str]) -> None:
     """Raise ConfigError unless `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{field} is {value!r}; allowed: {', '.join(choices)}")
+
+
+def check_flag(field: str, value: object) -> None:
+    """Raise ConfigError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{field} is {value!r}; allowed: True, False")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +131,7 @@ class EngineConfig:
     force: bool = False
 
     def __post_init__(self) -> None:
-        if self.device == "cuda":
+        if isinstance(self.device, str) and self.device == "cuda":
             raise ConfigError(
                 "device is 'cuda'; this version runs on: cpu, emulated (CUDA is planned)"
             )
@@ -137,8 +146,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 parse_size(name, value, whole_bytes=0)
-        if not isinstance(self.cpu_experts, bool):
-            raise ConfigError(f"cpu_experts is {self.cpu_experts!r}; allowed: True, False")
+        check_flag("cpu_experts", self.cpu_experts)
+        check_flag("force", self.force)
         if self.dtype is not None:
             check_choice("dtype", self.dtype, DTYPES)
         if self.max_model_len is not None:
@@ -211,14 +220,18 @@ class SamplingParams:
         if self.top_p is not None:
             check_real("top_p", self.top_p, minimum=0, maximum=1)
         for name in ("eos_early_stop", "ignore_eos"):
-            if getattr(self, name) not in (None, True, False):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if stop is not None:
-            if not all(isinstance(text, str) and text for text in stop):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
+        if self.stop is not None:
+            stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+            if not _is_list(stop) or not all(isinstance(text, str) and text for text in stop):
                 raise ConfigError(f"stop is {self.stop!r}; allowed: strings that are not empty")
             object.__setattr__(self, "stop", tuple(stop))
         if self.stop_token_ids is not None:
+            if not _is_list(self.stop_token_ids):
+                raise ConfigError(
+                    f"stop_token_ids is {self.stop_token_ids!r}; allowed: a list of whole numbers"
+                )
             for token_id in self.stop_token_ids:
                 check_int("stop_token_ids", token_id, minimum=0)
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -301,6 +314,10 @@ class DecodingParams:
         )
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 def _default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
@@ -331,10 +348,12 @@ def sampling_from_generation_config(values: Mapping[str, Any]) -> SamplingParams
     eos = chosen.get("eos_token_id")
     if isinstance(eos, list) and eos:
         chosen["eos_token_id"] = eos[0]
-        chosen.setdefault("stop_token_ids", tuple(eos[1:]))
+        stops = chosen.get("stop_token_ids", [])
+        chosen["stop_token_ids"] = [*eos[1:], *stops] if isinstance(stops, list) else stops
     if values.get("do_sample") is False:
         chosen["temperature"] = 0.0
-    if chosen.get("top_k") == 0:
+    # The file format writes "no top-k" as 0.
+    if chosen.get("top_k") == 0 and chosen["top_k"] is not False:
         del chosen["top_k"]
     try:
         return SamplingParams(**chosen)

@@ -4,6 +4,7 @@ Definitions: policies.md 3 and trace-format.md, replay rule 6. Ratios are means 
 a forward, then over the forwards that denoise.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,3 +144,44 @@ class _MeanOfMeans:
 def _ratio(part: float, whole: float) -> float:
     """part / whole, 0 where there is no whole."""
     return part / whole if whole else 0.0
+
+
+def combine_stats(stats: Sequence[GenerationStats], num_tokens: Sequence[int]) -> GenerationStats:
+    """Several answers as one; `num_tokens` are the answers' lengths.
+
+    Counts add up and maxima stay maxima. Ratios of experts are weighted by denoising forwards, the
+    transfer ratio by loads, times per token by tokens; `ttft_s` is the mean over answers, and
+    `policy_overhead` is weighted by the time spent decoding. Needs at least one answer.
+    """
+    num_forwards = [each.num_denoise_forwards for each in stats]
+    decode_s = [each.tpot_s * tokens for each, tokens in zip(stats, num_tokens, strict=True)]
+    num_decode_forwards = sum(num_forwards) + sum(each.num_commit_forwards for each in stats)
+
+    def total(name: str) -> int:
+        return sum(getattr(each, name) for each in stats)
+
+    def mean(name: str, weights: Sequence[float]) -> float:
+        parts = zip(stats, weights, strict=True)
+        return _ratio(sum(getattr(each, name) * weight for each, weight in parts), sum(weights))
+
+    return GenerationStats(
+        num_prefill_forwards=total("num_prefill_forwards"),
+        num_denoise_forwards=sum(num_forwards),
+        num_commit_forwards=total("num_commit_forwards"),
+        tokens_per_forward=_ratio(sum(num_tokens), num_decode_forwards),
+        ttft_s=mean("ttft_s", [1.0] * len(stats)),
+        tpot_s=_ratio(sum(decode_s), sum(num_tokens)),
+        expert_cache_utilization=mean("expert_cache_utilization", num_forwards),
+        hit_rate=mean("hit_rate", num_forwards),
+        pooled_utilization=mean("pooled_utilization", num_forwards),
+        pooled_hit_rate=mean("pooled_hit_rate", num_forwards),
+        effective_transfer_ratio=mean(
+            "effective_transfer_ratio", [each.expert_loads for each in stats]
+        ),
+        expert_loads=total("expert_loads"),
+        bytes_loaded=total("bytes_loaded"),
+        cpu_expert_runs=total("cpu_expert_runs"),
+        max_resident_experts=max(each.max_resident_experts for each in stats),
+        expert_memory_bytes=max(each.expert_memory_bytes for each in stats),
+        policy_overhead=mean("policy_overhead", decode_s),
+    )

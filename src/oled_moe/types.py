@@ -4,7 +4,7 @@ Plain numpy arrays and frozen values; no torch, no clocks, no files. Shape legen
 T tokens of a forward, K experts per token, A distinct experts demanded, E experts per layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -79,19 +79,19 @@ class ForwardContext:
     token_confidence: npt.NDArray[np.float32]
     token_state: npt.NDArray[np.uint8]
 
+    # Derived once: every layer asks. Whether any sequence denoises (only such forwards count for
+    # statistics), and whether all of them are in prefill.
+    is_denoise: bool = field(init=False)
+    is_prefill: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        phases = [row.phase for row in self.rows]
+        object.__setattr__(self, "is_denoise", Phase.DENOISE in phases)
+        object.__setattr__(self, "is_prefill", phases == [Phase.PREFILL] * len(phases))
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_confidence)
-
-    @property
-    def is_denoise(self) -> bool:
-        """Whether any sequence denoises; only such forwards count for statistics."""
-        return any(row.phase is Phase.DENOISE for row in self.rows)
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether every sequence is in prefill."""
-        return all(row.phase is Phase.PREFILL for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,10 +147,10 @@ def _confident_masks(
     high: BoolArray = state.is_masked & (confidence > np.float32(threshold))
     if high.sum() >= num_least:
         return high
-    ranked = np.where(state.is_masked, confidence, np.float32(-np.inf))
-    best = np.argsort(-ranked, kind="stable")[: min(num_least, state.num_masked)]
+    masked = state.is_masked.nonzero()[0]
+    best = np.argsort(-confidence[masked], kind="stable")[:num_least]
     chosen = np.zeros_like(state.is_masked)
-    chosen[best] = True
+    chosen[masked[best]] = True
     return chosen
 
 
@@ -171,6 +171,9 @@ def sample(
     Shapes: fp32 [B, V] -> int64 [B], float32 [B]. Mutates: logits.
     Source: models.md 4, filters; 11.1 and 11.3 for what is not copied.
     """
+    # Whatever a model computes, some token other than the mask must win.
+    largest = torch.finfo(logits_BV.dtype).max
+    logits_BV.nan_to_num_(nan=-largest, posinf=largest, neginf=-largest)
     if params.temperature == 0:
         # The mask's logit counts in the sum, as in the reference, but cannot win.
         total_B = logits_BV.logsumexp(-1)
@@ -192,7 +195,10 @@ def filtered_probabilities(
 
     Shapes: fp32 [B, V] -> fp32 [B, V].
     """
-    # The maximum goes first, so that a tiny temperature cannot overflow.
+    # The maximum goes first, so that a tiny temperature cannot overflow; one that is 0 or infinite
+    # in the logits' precision would make NaN.
+    limits = torch.finfo(logits_BV.dtype)
+    temperature = min(max(temperature, limits.tiny), limits.max)
     logits_BV = (logits_BV - logits_BV.max(-1, keepdim=True).values) / temperature
     if top_k is not None and top_k < logits_BV.shape[-1]:
         smallest = logits_BV.topk(top_k, dim=-1).values[:, -1:]

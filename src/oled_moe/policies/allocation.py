@@ -87,6 +87,9 @@ def allocate(weights: FloatArray, capacities: IntArray, shape: MoeShape) -> IntA
     lowest = np.minimum(capacities, np.maximum(floor, capacities - step))
     highest = np.minimum(shape.num_experts, capacities + step)
     share = _scale_into(weights, lowest.astype(float), highest.astype(float), float(total))
+    if (np.abs(share - capacities) < 1).all():
+        # Nobody is owed a slot. Moving on the remainders alone would swap slots for ever.
+        return capacities
     return _round_to_sum(share, lowest, highest, total)
 
 

@@ -4,8 +4,9 @@ A DispatchPolicy gets the misses of one layer with their tokens and retention sc
 for each, whether the CPU takes it. Copied experts may stay resident; CPU experts are no candidates.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -72,6 +73,7 @@ class LoadReuseDispatchPolicy:
         self._overlap = 0.85
         self._mean_tokens = costs.mean_tokens_per_miss
         self._was_active = np.zeros((shape.num_layers, shape.num_experts), dtype=np.bool_)
+        self._has_past = [False] * shape.num_layers
 
     def split(self, misses: MissSet) -> BoolArray:
         context = misses.demand.context
@@ -90,14 +92,17 @@ class LoadReuseDispatchPolicy:
         """Update the running n̄ and overlap; weight 0.98 on the past of all layers together."""
         if not misses.demand.context.is_denoise:
             return
-        active = misses.demand.expert_ids
-        was_active = self._was_active[misses.demand.layer]
-        if was_active.any():
-            self._overlap += 0.02 * (float(was_active[active].mean()) - self._overlap)
+        layer, active = misses.demand.layer, misses.demand.expert_ids
+        was_active = self._was_active[layer]
+        if self._has_past[layer]:
+            share = np.count_nonzero(was_active[active]) / len(active)
+            self._overlap += 0.02 * (share - self._overlap)
+        self._has_past[layer] = True
         was_active[:] = False
         was_active[active] = True
         if len(misses.num_tokens):
-            self._mean_tokens += 0.02 * (float(misses.num_tokens.mean()) - self._mean_tokens)
+            mean_tokens = int(misses.num_tokens.sum()) / len(misses.num_tokens)
+            self._mean_tokens += 0.02 * (mean_tokens - self._mean_tokens)
 
     @property
     def copied_share(self) -> float:
@@ -121,13 +126,19 @@ class LoadReuseDispatchPolicy:
         search = _MoveSearch(
             costs=self._costs,
             reuse_weight=self._reuse_weight(misses.demand.expert_ids.size),
-            scores=misses.scores[order].tolist(),
-            tokens=misses.num_tokens[order].tolist(),
-            hit_scores=sorted(misses.hit_scores.tolist(), reverse=True),
+            scores=misses.scores[order],
+            tokens=misses.num_tokens[order],
+            hit_scores=misses.hit_scores,
             capacity=misses.capacity,
             bounds=(max(0, start - slack), min(num_misses, start + slack)),
         )
         return np.array(search.run(start, self._max_moves), dtype=np.bool_)
+
+
+# (miss or None, 1 or 0 of them, its CPU time, priority lost, whether a place falls free)
+_Removal = tuple[int | None, int, float, float, bool]
+# (miss or None, 1 or 0 of them, its CPU time, priority gained, the same where a place is free)
+_Addition = tuple[int | None, int, float, float, float]
 
 
 class _MoveSearch:
@@ -136,7 +147,11 @@ class _MoveSearch:
     Misses are numbered in priority order. Of misses with equal token counts only the least wanted
     copied one and the most wanted other one can be part of a best move (J depends on tokens
     through the CPU time alone, and falls with the priority of what is copied), so a step looks at
-    pairs of token counts instead of pairs of misses.
+    pairs of token counts instead of pairs of misses. Plain lists: with some tens of misses they
+    are faster than arrays.
+
+    Shapes: scores float64 [M] and tokens int64 [M], both in descending order of score; hit_scores
+    float64 [H] in any order.
     """
 
     def __init__(
@@ -144,22 +159,30 @@ class _MoveSearch:
         *,
         costs: CostModel,
         reuse_weight: float,
-        scores: list[float],
-        tokens: list[int],
-        hit_scores: list[float],
+        scores: FloatArray,
+        tokens: IntArray,
+        hit_scores: FloatArray,
         capacity: int,
         bounds: tuple[int, int],
     ) -> None:
         self._transfer_s = costs.transfer_s
         self._reuse_weight = reuse_weight
-        self._scores = scores
-        self._cpu_s = [costs.cpu_s(n) for n in tokens]
-        self._tokens = tokens
-        self._hit_scores = hit_scores
+        self._scores: list[float] = scores.tolist()
+        self._tokens: list[int] = tokens.tolist()
+        self._cpu_s: list[float] = (costs.cpu_base_s + costs.cpu_token_s * tokens).tolist()
         self._capacity = capacity
         self._bounds = bounds
+        # Whether hits and copies together can ever be more than the layer keeps.
+        self._is_cut = reuse_weight > 0 and len(hit_scores) + bounds[1] > capacity
+        if self._is_cut:
+            ascending = np.sort(hit_scores)
+            self._hits: list[float] = ascending[::-1].tolist()
+            # For each miss, the hits ranked before it.
+            better = len(ascending) - np.searchsorted(ascending, scores, side="right")
+            self._num_better_hits: list[int] = better.tolist()
 
     def run(self, num_start: int, max_moves: int) -> list[bool]:
+        """Which misses to copy, in priority order, starting from the first `num_start`."""
         num_misses = len(self._scores)
         is_copied = [True] * num_start + [False] * (num_misses - num_start)
         num_copied = num_start
@@ -181,16 +204,20 @@ class _MoveSearch:
                 cpu_s -= self._cpu_s[added]
         return is_copied
 
-    def _survivors(self, is_copied: list[bool]) -> tuple[list[tuple[float, bool]], bool]:
-        """Hits and copies, best first, as (score, is a copy); and whether the cut binds."""
-        copied = [score for score, flag in zip(self._scores, is_copied, strict=True) if flag]
-        ranked = [(score, True) for score in copied] + [(s, False) for s in self._hit_scores]
-        ranked.sort(key=lambda entry: -entry[0])
-        return ranked, len(ranked) + 1 > self._capacity
+    def _survivors(self, is_copied: list[bool]) -> tuple[list[int], int]:
+        """The copied misses, best first, and how many of them survive the layer's cut."""
+        copied = [index for index, flag in enumerate(is_copied) if flag]
+        if not self._is_cut:
+            return copied, len(copied)
+        for rank, index in enumerate(copied):
+            if rank + self._num_better_hits[index] >= self._capacity:
+                return copied, rank
+        return copied, len(copied)
 
     def _benefit(self, is_copied: list[bool]) -> float:
-        ranked, _ = self._survivors(is_copied)
-        return sum(score for score, is_copy in ranked[: self._capacity] if is_copy)
+        """Σ p over copies that survive."""
+        copied, num_surviving = self._survivors(is_copied)
+        return sum(self._scores[index] for index in copied[:num_surviving])
 
     def _best_move(
         self, is_copied: list[bool], num_copied: int, cpu_s: float, benefit: float
@@ -203,68 +230,80 @@ class _MoveSearch:
                 least_copied[n] = index
             elif n not in most_wanted:
                 most_wanted[n] = index
-        removals: list[int | None] = list(least_copied.values())
-        additions: list[int | None] = list(most_wanted.values())
+        removals, additions = self._price(least_copied.values(), most_wanted.values(), is_copied)
+        transfer_s, reuse_weight = self._transfer_s, self._reuse_weight
         lowest, highest = self._bounds
-        removals.append(None)
-        additions.append(None)
-        last_kept, first_cut = self._cut(is_copied)
-        best: tuple[float, int | None, int | None, float] | None = None
-        for removed in removals:
-            for added in additions:
-                count = num_copied + (added is not None) - (removed is not None)
-                if removed is None and added is None or not lowest <= count <= highest:
+        best_cost, best = float("inf"), None
+        for removed, num_removed, freed_s, lost, has_room in removals:
+            for added, num_added, taken_s, gain, gain_with_room in additions:
+                count = num_copied + num_added - num_removed
+                if not num_added + num_removed or not lowest <= count <= highest:
                     continue
-                on_cpu_s = cpu_s
-                if removed is not None:
-                    on_cpu_s += self._cpu_s[removed]
-                if added is not None:
-                    on_cpu_s -= self._cpu_s[added]
-                gained = benefit
-                if self._reuse_weight:
-                    gained = self._moved_benefit(benefit, removed, added, last_kept, first_cut)
-                on_copy_s = count * self._transfer_s
-                latency = on_copy_s if on_copy_s > on_cpu_s else on_cpu_s
-                cost = latency - self._reuse_weight * gained
-                if best is None or cost < best[0]:
-                    best = (cost, removed, added, gained)
+                on_cpu_s = cpu_s + freed_s - taken_s
+                on_copy_s = count * transfer_s
+                moved = benefit - lost + (gain_with_room if has_room else gain)
+                latency_s = on_copy_s if on_copy_s > on_cpu_s else on_cpu_s
+                cost = latency_s - reuse_weight * moved
+                if cost < best_cost:
+                    best_cost, best = cost, (cost, removed, added, moved)
         return best
 
-    def _cut(self, is_copied: list[bool]) -> tuple[tuple[float, bool], tuple[float, bool]]:
-        """The last that survives the cut and the first that does not, as (score, is a copy)."""
-        nothing = (-float("inf"), False)
-        if not self._reuse_weight:
-            return nothing, nothing
-        ranked, is_binding = self._survivors(is_copied)
-        if not is_binding:
-            return nothing, nothing
-        capacity = self._capacity
-        if capacity == 0:
-            return (float("inf"), False), nothing
-        last_kept = ranked[capacity - 1] if len(ranked) >= capacity else nothing
-        first_cut = ranked[capacity] if len(ranked) > capacity else nothing
-        return last_kept, first_cut
+    def _price(
+        self, removals: Iterable[int], additions: Iterable[int], is_copied: list[bool]
+    ) -> tuple[list["_Removal"], list["_Addition"]]:
+        """What each half of a move does to CPU time and benefit, with "nothing" at the end."""
+        scores, cpu_s = self._scores, self._cpu_s
+        if not self._is_cut:
+            return (
+                [*[(i, 1, cpu_s[i], scores[i], True) for i in removals], (None, 0, 0.0, 0.0, True)],
+                [
+                    *[(i, 1, cpu_s[i], scores[i], scores[i]) for i in additions],
+                    (None, 0, 0.0, 0.0, 0.0),
+                ],
+            )
+        edge = self._edge(is_copied)
+        # A place that falls free goes to the first that was cut, be it a hit or a copy.
+        heir = edge.first_cut if edge.is_first_cut_a_copy else 0.0
+        pushed_out = edge.last_kept if edge.is_last_kept_a_copy else 0.0
+        priced_removals: list[_Removal] = []
+        for i in removals:
+            survives = scores[i] >= edge.last_kept
+            priced_removals.append((i, 1, cpu_s[i], scores[i] if survives else 0.0, survives))
+        priced_additions: list[_Addition] = []
+        for i in additions:
+            score = scores[i]
+            gain = score - pushed_out if score >= edge.last_kept else 0.0
+            gain_with_room = score if score >= edge.first_cut else heir
+            priced_additions.append((i, 1, cpu_s[i], gain, gain_with_room))
+        return (
+            [*priced_removals, (None, 0, 0.0, 0.0, False)],
+            [*priced_additions, (None, 0, 0.0, 0.0, heir)],
+        )
 
-    def _moved_benefit(
-        self,
-        benefit: float,
-        removed: int | None,
-        added: int | None,
-        last_kept: tuple[float, bool],
-        first_cut: tuple[float, bool],
-    ) -> float:
-        """Σ p over surviving copies after a move, from what stands at the edge of the cut."""
-        has_room = False
-        if removed is not None and self._scores[removed] >= last_kept[0]:
-            benefit -= self._scores[removed]
-            has_room = True
-        if added is not None:
-            score = self._scores[added]
-            if has_room:
-                if score >= first_cut[0]:
-                    return benefit + score
-            elif score > last_kept[0]:
-                return benefit + score - (last_kept[0] if last_kept[1] else 0.0)
-        if has_room and first_cut[1]:
-            benefit += first_cut[0]
-        return benefit
+    def _edge(self, is_copied: list[bool]) -> "_Edge":
+        """What stands on both sides of the cut among hits and copies."""
+        copied, num_surviving = self._survivors(is_copied)
+        num_hits = self._capacity - num_surviving
+        nothing = -float("inf")
+        kept_copy = self._scores[copied[num_surviving - 1]] if num_surviving else float("inf")
+        kept_hit = float("inf")
+        if num_hits > 0:
+            # With room to spare nothing is the last to be kept.
+            kept_hit = self._hits[num_hits - 1] if num_hits <= len(self._hits) else nothing
+        cut_copy = self._scores[copied[num_surviving]] if num_surviving < len(copied) else nothing
+        cut_hit = self._hits[num_hits] if num_hits < len(self._hits) else nothing
+        return _Edge(
+            min(kept_copy, kept_hit),
+            kept_copy < kept_hit,
+            max(cut_copy, cut_hit),
+            cut_copy >= cut_hit and cut_copy > nothing,
+        )
+
+
+class _Edge(NamedTuple):
+    """The last score that survives the cut and the first that does not, and whose they are."""
+
+    last_kept: float
+    is_last_kept_a_copy: bool
+    first_cut: float
+    is_first_cut_a_copy: bool

@@ -1,0 +1,246 @@
+"""The flags that commands share: dataclasses whose fields are flags, and how commands take them.
+
+Each flag can also be set as OLED_MOE_FLAG; a flag that is given wins. A field left None falls
+through to the model's own value, then to the default of the engine.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from oled_moe.config import ALGORITHMS, DEVICES, DTYPES, EngineConfig, SamplingParams
+from oled_moe.errors import ConfigError
+
+# The registry of policies needs numpy, for which `--help` does not wait; a test compares the two.
+POLICY_NAMES = ("naive-lru", "lfu", "priority", "priority+adapt", "oled-load-aware", "oled")
+MODEL_HELP = "`demo`, a directory, or a hub id ORG/NAME that is in the local cache."
+# The names that SGLang gives the decoding loops.
+_ALGORITHM_ALIASES = {"LowConfidence": "low_confidence", "JointThreshold": "joint_threshold"}
+
+
+def flag(*names: str, help: str, panel: str | None = None, **options: Any) -> Any:
+    """One flag with its environment variable, which is named after its first long name."""
+    long_name = next(name for name in names if name.startswith("--")).split("/")[0]
+    return typer.Option(
+        *names,
+        help=help,
+        envvar="OLED_MOE_" + long_name.removeprefix("--").upper().replace("-", "_"),
+        show_envvar=False,
+        rich_help_panel=panel,
+        **options,
+    )
+
+
+_engine = functools.partial(flag, panel="Engine")
+_decoding = functools.partial(flag, panel="Decoding")
+_output = functools.partial(flag, panel="Output")
+
+# Flags of several commands, by their annotation.
+Json = Annotated[bool, _output("--json", help="Print one JSON object instead of text.")]
+Device = Annotated[str | None, _engine("--device", help=f"{' or '.join(DEVICES)}; default: cpu.")]
+Policy = Annotated[
+    str | None,
+    _engine(
+        "--policy",
+        help=f"NAME[:key=value,...], one of: {', '.join(POLICY_NAMES)}; default: oled.",
+    ),
+]
+ExpertMemory = Annotated[
+    str | None,
+    _engine("--expert-memory", help="Memory for expert slots and staging: 8GiB, 512MiB, 50%."),
+]
+Threads = Annotated[int | None, _engine("--threads", help="CPU threads; default: all cores.")]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """How a model is run."""
+
+    device: Device = None
+    experts_per_layer: Annotated[
+        float | None,
+        _engine(
+            "--experts-per-layer", help="Expert slots per MoE layer on average, staging apart."
+        ),
+    ] = None
+    expert_memory: ExpertMemory = None
+    memory: Annotated[
+        str | None,
+        _engine("--memory", help="Memory for everything: weights, K/V and expert slots."),
+    ] = None
+    policy: Policy = None
+    no_cpu_experts: Annotated[
+        bool, _engine("--no-cpu-experts", help="Compute no missing expert on the CPU.")
+    ] = False
+    dtype: Annotated[
+        str | None, _engine("--dtype", help=f"{', '.join(DTYPES)}; default: as stored.")
+    ] = None
+    hardware: Annotated[
+        Path | None, _engine("--hardware", help="Hardware profile; default: what doctor stored.")
+    ] = None
+    max_model_len: Annotated[
+        int | None, _engine("--max-model-len", help="Longest prompt and answer, in tokens.")
+    ] = None
+    threads: Threads = None
+    force: Annotated[
+        bool, _engine("--force", help="Load even where the memory plan exceeds what is free.")
+    ] = False
+
+    def config(self) -> EngineConfig:
+        """The engine's configuration. Raises: ConfigError naming the field."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["cpu_experts"] = not values.pop("no_cpu_experts")
+        return EngineConfig(**{name: v for name, v in values.items() if v is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFlags:
+    """How one answer is decoded. Without a flag the checkpoint's own value holds."""
+
+    algorithm: Annotated[
+        str | None,
+        _decoding(
+            "--algorithm",
+            help=f"{' or '.join(ALGORITHMS)} (LLaDA2.1); LowConfidence, JointThreshold.",
+        ),
+    ] = None
+    max_tokens: Annotated[
+        int | None, _decoding("--max-tokens", help="Longest answer; default: 256.")
+    ] = None
+    block_length: Annotated[
+        int | None, _decoding("--block-length", help="Tokens denoised together; default: 32.")
+    ] = None
+    steps: Annotated[
+        int | None,
+        _decoding(
+            "--steps", "--denoising-steps", help="Most steps per block; default: block length."
+        ),
+    ] = None
+    threshold: Annotated[
+        float | None,
+        _decoding("--threshold", help="Confidence that accepts a token; default: 0.95."),
+    ] = None
+    edit_threshold: Annotated[
+        float | None,
+        _decoding("--edit-threshold", help="Confidence that replaces one; default: 0.9."),
+    ] = None
+    max_post_edit_steps: Annotated[
+        int | None,
+        _decoding("--max-post-edit-steps", help="Editing steps after the last mask; default: 16."),
+    ] = None
+    num_to_transfer: Annotated[
+        int | None,
+        _decoding("--num-to-transfer", help="Tokens accepted at least per step; default: 1."),
+    ] = None
+    minimal_topk: Annotated[
+        int | None,
+        _decoding("--minimal-topk", help="Limits steps to max-tokens divided by it; default: 1."),
+    ] = None
+    temperature: Annotated[
+        float | None, _decoding("--temperature", help="0 takes the likeliest token; default: 0.")
+    ] = None
+    top_k: Annotated[
+        int | None, _decoding("--top-k", help="Sample from the K likeliest tokens.")
+    ] = None
+    top_p: Annotated[
+        float | None, _decoding("--top-p", help="Sample from the likeliest tokens up to this mass.")
+    ] = None
+    seed: Annotated[int | None, _decoding("--seed", help="Seed of sampling; default: 0.")] = None
+    eos_early_stop: Annotated[
+        bool | None,
+        _decoding(
+            "--eos-early-stop/--no-eos-early-stop",
+            help="End as soon as all before the end token is filled in; on here, off in Python.",
+        ),
+    ] = None
+    ignore_eos: Annotated[bool, _decoding("--ignore-eos", help="Decode all of max-tokens.")] = False
+    stop: Annotated[
+        list[str] | None, _decoding("--stop", help="Text that ends the answer; may be repeated.")
+    ] = None
+    stop_token_ids: Annotated[
+        str | None, _decoding("--stop-token-ids", help="Token ids that end the answer: 1,2.")
+    ] = None
+    mask_token_id: Annotated[
+        int | None, _decoding("--mask-token-id", help="Where the checkpoint does not say.")
+    ] = None
+    eos_token_id: Annotated[
+        int | None, _decoding("--eos-token-id", help="Where the checkpoint does not say.")
+    ] = None
+    pad_token_id: Annotated[
+        int | None, _decoding("--pad-token-id", help="Where the checkpoint does not say.")
+    ] = None
+
+    def params(self) -> SamplingParams:
+        """The sampling parameters as far as flags set them. Raises: ConfigError."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["algorithm"] = _ALGORITHM_ALIASES.get(values["algorithm"], values["algorithm"])
+        if self.stop_token_ids is not None:
+            values["stop_token_ids"] = parse_ids("stop-token-ids", self.stop_token_ids)
+        values["ignore_eos"] = self.ignore_eos or None
+        values["stop"] = values["stop"] or None
+        return SamplingParams(**values)
+
+
+def parse_ids(name: str, text: str) -> list[int]:
+    """The token ids in `1,2,3`. Raises: ConfigError."""
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}; write token ids as 1,2,3") from None
+
+
+def takes_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the flags of every dataclass among its parameters, one by one.
+
+    The command itself still gets the dataclass.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind = parameter.annotation
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[parameter.name] = kind
+        hints = get_type_hints(kind, include_extras=True)
+        parameters.extend(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(kind)
+        )
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        return command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+class PanelCommand(typer.core.TyperCommand):
+    """Plain help whose flags are grouped by panel; rich would take longer to import than to read."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                is_argument = param.param_type_name == "argument"
+                panel = getattr(param, "rich_help_panel", None)
+                name = "Arguments" if is_argument else panel or "Options"
+                panels.setdefault(name, []).append(record)
+        for name, records in panels.items():
+            with formatter.section(name):
+                formatter.write_dl(records)

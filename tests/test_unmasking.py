@@ -1,0 +1,393 @@
+"""Which positions become tokens: thresholds, schedules, filters, and inputs that make no sense."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from oled_moe.config import DecodingParams, SamplingParams
+from oled_moe.types import IntArray
+from oled_moe.unmasking import (
+    UNMASKING,
+    BlockState,
+    ConfidenceArray,
+    JointThresholdUnmasking,
+    LowConfidenceUnmasking,
+    UnmaskingPolicy,
+    filtered_probabilities,
+    sample,
+    transfer_schedule,
+)
+
+GOLDEN = Path(__file__).parent / "golden" / "decoders"
+TABLES = json.loads((GOLDEN / "decoders.json").read_text())
+MASK = 7
+
+
+def params(**values: Any) -> DecodingParams:
+    return DecodingParams.resolve(SamplingParams(**{"mask_token_id": MASK} | values))
+
+
+def state_of(*, masked: str) -> BlockState:
+    """`m` is a mask, `.` an accepted token 1, `p` a prompt token 0."""
+    ids = np.array([{"m": MASK, ".": 1, "p": 0}[letter] for letter in masked])
+    letters = np.array(list(masked))
+    return BlockState(ids, letters == "m", letters == "p")
+
+
+def confident(*values: float) -> ConfidenceArray:
+    return np.array(values, dtype=np.float32)
+
+
+def ids(*values: int) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+# --- golden
+
+
+@pytest.mark.parametrize("row", TABLES["schedules"], ids=lambda row: f"{row['steps']} steps")
+def test_golden_schedules(row: dict[str, Any]) -> None:
+    assert transfer_schedule(row["block_length"], row["steps"]) == row["transfer"]
+
+
+@pytest.mark.parametrize("row", TABLES["filters"], ids=lambda row: row["name"])
+def test_golden_filters(row: dict[str, Any]) -> None:
+    golden = load_file(GOLDEN / "decoders.safetensors")
+    found = filtered_probabilities(
+        golden["filter.logits"], temperature=1.0, top_k=row["top_k"], top_p=row["top_p"]
+    )
+    assert (found > 0).sum(-1).tolist() == row["kept"]
+    torch.testing.assert_close(found, golden[f"{row['name']}.probs"], atol=1e-6, rtol=1e-5)
+
+
+def test_golden_fixed_count() -> None:
+    (row,) = TABLES["decoders"]
+    golden = load_file(GOLDEN / "decoders.safetensors")
+    mask_id = 297
+    state = BlockState.start([], block_length=16, mask_id=mask_id)
+    state.token_ids = golden["single.x"].numpy().astype(np.int64)
+    state.is_masked = state.token_ids == mask_id
+    chosen = params(mask_token_id=mask_id, block_length=16, steps=6, max_tokens=16, threshold=1.0)
+    assert transfer_schedule(16, 6)[0] == row["k"]
+    best_ids, confidence = sample(golden["single.logits"], chosen, None)
+    masked = state.is_masked.copy()
+    update = LowConfidenceUnmasking(chosen).update(state, best_ids, confidence)
+    assert (best_ids[masked] == golden["single.fixed_k3.x0"].numpy()[masked]).all()
+    assert (update.accepted == golden["single.fixed_k3.transfer"].numpy().astype(bool)).all()
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_schedule_covers_the_block(block_length: int, steps: int) -> None:
+    schedule = transfer_schedule(block_length, steps)
+    assert len(schedule) == steps and sum(schedule) == block_length
+    assert schedule == sorted(schedule, reverse=True)
+    assert schedule[0] - schedule[-1] <= 1
+
+
+# --- low confidence
+
+
+def test_threshold_is_strict() -> None:
+    policy = LowConfidenceUnmasking(params(block_length=4, steps=4, threshold=0.5))
+    state = state_of(masked="mmmm")
+    update = policy.update(state, ids(1, 2, 3, 4), confident(0.5, 0.6, 0.7, 0.5))
+    assert update.accepted.tolist() == [False, True, True, False]
+    assert state.token_ids.tolist() == [MASK, 2, 3, MASK]
+    # In float32, as the reference compares: 0.95 stored in float32 is not above 0.95.
+    policy = LowConfidenceUnmasking(params(block_length=4, steps=4, threshold=0.95))
+    update = policy.update(state_of(masked="mmmm"), ids(1, 2, 3, 4), confident(0.95, 0.95, 0, 0.96))
+    assert update.accepted.tolist() == [False, False, False, True]
+
+
+def test_the_best_scheduled_number_where_few_are_confident() -> None:
+    policy = LowConfidenceUnmasking(params(block_length=6, steps=2, threshold=0.9))
+    update = policy.update(
+        state_of(masked="pm.mmm"), ids(*range(6)), confident(0.99, 0.2, 0.99, 0.95, 0.1, 0.3)
+    )
+    assert update.accepted.tolist() == [False, True, False, True, False, True]
+    assert not update.edited.any()
+
+
+def test_fewer_masks_than_scheduled() -> None:
+    policy = LowConfidenceUnmasking(params(block_length=4, steps=1, threshold=0.9))
+    state = state_of(masked="p.mm")
+    update = policy.update(state, ids(5, 5, 5, 5), confident(0.1, 0.1, 0.1, 0.1))
+    assert update.accepted.tolist() == [False, False, True, True]
+    assert state.token_ids.tolist() == [0, 1, 5, 5]
+
+
+def test_tail_of_a_long_schedule_may_accept_nothing() -> None:
+    policy = LowConfidenceUnmasking(params(block_length=2, steps=4, max_tokens=4, threshold=0.9))
+    state = state_of(masked="mm")
+    state.num_steps = 2
+    update = policy.update(state, ids(1, 1), confident(0.1, 0.2))
+    assert not update.accepted.any()
+    assert policy.wants_forward(state)
+    update = policy.update(state, ids(1, 1), confident(0.1, 0.95))
+    assert update.accepted.tolist() == [False, True]
+    assert not policy.wants_forward(state), "the schedule is over"
+
+
+# --- joint threshold
+
+
+def joint(**values: Any) -> JointThresholdUnmasking:
+    return JointThresholdUnmasking(params(algorithm="joint_threshold", **values))
+
+
+def test_edits_happen_while_masks_remain_and_never_in_the_prompt() -> None:
+    policy = joint(threshold=0.5, edit_threshold=0.7, block_length=6)
+    state = state_of(masked="p..m.m")
+    update = policy.update(state, ids(5, 5, 5, 5, 1, 5), confident(0.99, 0.9, 0.7, 0.4, 0.99, 0.6))
+    # Prompt; edited; threshold is strict; below; the same token already; accepted.
+    assert update.edited.tolist() == [False, True, False, False, False, False]
+    assert update.accepted.tolist() == [False, False, False, False, False, True]
+    assert state.token_ids.tolist() == [0, 5, 1, MASK, 1, 5]
+    assert not state.is_settled
+
+
+def test_best_ones_where_too_few_are_confident() -> None:
+    policy = joint(threshold=0.5, num_to_transfer=2, block_length=4)
+    update = policy.update(state_of(masked="mmmp"), ids(1, 2, 3, 4), confident(0.6, 0.1, 0.2, 0.9))
+    assert update.accepted.tolist() == [True, False, True, False]
+    policy = joint(threshold=0.5, num_to_transfer=9, block_length=4)
+    update = policy.update(state_of(masked="mm.p"), ids(1, 2, 1, 4), confident(0.1, 0.1, 0.9, 0.9))
+    assert update.accepted.tolist() == [True, True, False, False]
+
+
+def test_settled_only_when_nothing_was_masked_or_edited() -> None:
+    policy = joint(edit_threshold=0.5, block_length=2)
+    state = state_of(masked="m.")
+    policy.update(state, ids(1, 1), confident(0.9, 0.9))
+    assert not state.is_settled, "there was a mask before"
+    policy.update(state, ids(2, 1), confident(0.9, 0.9))
+    assert not state.is_settled, "there was an edit"
+    policy.update(state, ids(3, 1), confident(0.4, 0.9))
+    assert state.is_settled and not policy.wants_forward(state)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 4, 16])
+def test_oscillation_ends_after_the_post_steps(limit: int) -> None:
+    policy = joint(edit_threshold=0.0, max_post_edit_steps=limit, block_length=2)
+    state, num_forwards = state_of(masked=".."), 0
+    while policy.wants_forward(state):
+        token = 2 + num_forwards % 2
+        policy.update(state, ids(token, token), confident(0.9, 0.9))
+        num_forwards += 1
+    assert num_forwards == limit
+    assert not state.is_settled
+
+
+# --- every policy
+
+
+def run(policy: UnmaskingPolicy, state: BlockState, confidence: ConfidenceArray, limit: int) -> int:
+    """Forwards until the block is done, the same confidence each time."""
+    num_forwards = 0
+    while policy.wants_forward(state):
+        policy.update(state, np.arange(len(confidence)) % MASK, confidence)
+        num_forwards += 1
+        assert num_forwards <= limit, "the loop does not end"
+    return num_forwards
+
+
+FLOATS = st.floats(0, 1, width=32) | st.just(math.nan)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    algorithm=st.sampled_from(sorted(UNMASKING)),
+    confidence=st.lists(FLOATS, min_size=1, max_size=9),
+    num_prompt=st.integers(0, 8),
+    steps=st.integers(1, 20),
+    threshold=st.floats(0, 1),
+    num_to_transfer=st.integers(1, 12),
+)
+def test_every_block_ends_without_masks_and_with_its_prompt(
+    algorithm: str,
+    confidence: list[float],
+    num_prompt: int,
+    steps: int,
+    threshold: float,
+    num_to_transfer: int,
+) -> None:
+    length = len(confidence)
+    prompt = [MASK] * min(num_prompt, length - 1)
+    chosen = params(
+        algorithm=algorithm,
+        block_length=length,
+        max_tokens=max(length, steps),
+        steps=steps,
+        threshold=threshold,
+        num_to_transfer=num_to_transfer,
+    )
+    state = BlockState.start(prompt, block_length=length, mask_id=MASK)
+    run(UNMASKING[algorithm](chosen), state, np.array(confidence, np.float32), 2 * length + 20)
+    assert not state.is_masked.any()
+    assert state.token_ids[: len(prompt)].tolist() == prompt
+    assert MASK not in state.token_ids[len(prompt) :]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    letters=st.text("m.p", min_size=1, max_size=10),
+    seed=st.integers(0, 2**31),
+    threshold=st.floats(0, 1),
+    algorithm=st.sampled_from(sorted(UNMASKING)),
+)
+def test_updates_tell_exactly_what_changed(
+    letters: str, seed: int, threshold: float, algorithm: str
+) -> None:
+    random = np.random.default_rng(seed)
+    state = state_of(masked=letters)
+    before, masked = state.token_ids.copy(), state.is_masked.copy()
+    policy = UNMASKING[algorithm](
+        params(block_length=len(letters), threshold=threshold, edit_threshold=threshold)
+    )
+    best = random.integers(0, MASK, len(letters))
+    update = policy.update(state, best, random.random(len(letters), dtype=np.float32))
+    changed = update.accepted | update.edited
+    assert not (update.accepted & update.edited).any()
+    assert not (changed & state.is_prompt).any()
+    assert (update.accepted <= masked).all() and not (update.edited & masked).any()
+    assert (state.token_ids == np.where(changed, best, before)).all()
+    assert (state.is_masked == (masked & ~update.accepted)).all()
+    assert update.accepted.any() or not masked.any(), "a step with masks makes progress"
+
+
+def test_a_block_starts_with_its_prompt() -> None:
+    state = BlockState.start([3, MASK], block_length=4, mask_id=MASK)
+    assert state.token_ids.tolist() == [3, MASK, MASK, MASK]
+    assert state.is_prompt.tolist() == [True, True, False, False]
+    assert state.is_masked.tolist() == [False, False, True, True]
+    assert state.num_masked == 2
+
+
+# --- sampling
+
+
+def test_greedy_is_argmax_without_the_mask_and_confidence_with_it() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 5.0], [0.0, 0.0, 4.0, -9.0]])
+    expected = logits.softmax(-1)
+    best_ids, confidence = sample(logits.clone(), params(mask_token_id=3), None)
+    assert best_ids.tolist() == [1, 2] and best_ids.dtype == np.int64
+    assert confidence.dtype == np.float32
+    assert confidence == pytest.approx(expected[[0, 1], [1, 2]].numpy(), rel=1e-5)
+
+
+@pytest.mark.parametrize("mask_id", [0, 3])
+@pytest.mark.parametrize(
+    "row",
+    [
+        [0.0, 0.0, 0.0, 0.0],
+        [math.nan] * 4,
+        [1.0, math.nan, 2.0, 9.0],
+        [math.inf, 1.0, 2.0, 3.0],
+        [math.inf] * 4,
+        [-math.inf] * 4,
+        [math.nan, math.inf, -math.inf, 1.0],
+        [3e38, -3e38, 3e38, 3e38],
+    ],
+    ids=str,
+)
+def test_any_logits_give_a_token_that_is_not_the_mask(mask_id: int, row: list[float]) -> None:
+    for temperature in (0.0, 1e-320, 1e-46, 1e-30, 1.0, 1e30, 1.7e308):
+        for filters in ({}, {"top_k": 1}, {"top_k": 99}, {"top_p": 0}, {"top_p": 1}):
+            chosen = params(mask_token_id=mask_id, temperature=temperature, **filters)
+            best_ids, confidence = sample(torch.tensor([row, row]), chosen, torch.Generator())
+            assert ((best_ids >= 0) & (best_ids < 4) & (best_ids != mask_id)).all()
+            assert ((confidence >= 0) & (confidence <= 1.001)).all()
+
+
+def test_tiny_temperature_is_argmax() -> None:
+    logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(1))
+    greedy, _ = sample(logits.clone(), params(), None)
+    for temperature in (1e-30, 1e-46, 5e-324):
+        drawn, confidence = sample(
+            logits.clone(), params(temperature=temperature), torch.Generator().manual_seed(0)
+        )
+        assert (drawn == greedy).all() and (confidence == 1).all()
+
+
+def test_seeds_reproduce() -> None:
+    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(1))
+
+    def draw(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        drawn, _ = sample(logits.clone(), params(temperature=1.0), generator)
+        return list(drawn)
+
+    assert draw(5) == draw(5)
+    assert draw(5) != draw(6)
+
+
+def expected_probabilities(
+    logits: list[float], temperature: float, top_k: int | None, top_p: float | None
+) -> list[float]:
+    """The filters of models.md 4 in plain Python, one row."""
+    scaled = [logit / temperature for logit in logits]
+    kept = set(range(len(logits)))
+    if top_k is not None:
+        least = sorted(scaled, reverse=True)[min(top_k, len(scaled)) - 1]
+        kept = {i for i in kept if scaled[i] >= least}
+    if top_p is not None:
+        total = sum(math.exp(scaled[i]) for i in kept)
+        before, survivors = 0.0, set()
+        for i in sorted(kept, key=lambda i: -scaled[i]):
+            if not survivors or before <= top_p:
+                survivors.add(i)
+            before += math.exp(scaled[i]) / total
+        kept = survivors
+    total = sum(math.exp(scaled[i]) for i in kept)
+    return [math.exp(scaled[i]) / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    order=st.permutations(range(8)),
+    temperature=st.floats(0.3, 3),
+    top_k=st.none() | st.integers(1, 12),
+    top_p=st.none() | st.sampled_from([0.0, 0.05, 0.31, 0.5, 0.77, 0.93, 1.0]),
+)
+def test_filters_equal_plain_python(
+    order: list[int], temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    logits = [0.37 * rank + 0.01 * rank**2 for rank in order]
+    found = filtered_probabilities(
+        torch.tensor([logits]), temperature=temperature, top_k=top_k, top_p=top_p
+    )
+    expected = expected_probabilities(logits, temperature, top_k, top_p)
+    assert found[0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_top_k_keeps_ties() -> None:
+    found = filtered_probabilities(
+        torch.tensor([[2.0, 1.0, 1.0, 0.0]]), temperature=1.0, top_k=2, top_p=None
+    )
+    assert (found[0] > 0).tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}])
+def test_drawn_tokens_follow_the_filtered_distribution(filters: dict[str, Any]) -> None:
+    logits = [0.5, 2.0, 1.2, -0.3, 1.7, 9.0]
+    mask_id, num_draws = 5, 20000
+    expected = expected_probabilities(logits[:5], 0.8, filters.get("top_k"), filters.get("top_p"))
+    drawn, confidence = sample(
+        torch.tensor([logits]).expand(num_draws, -1).clone(),
+        params(mask_token_id=mask_id, temperature=0.8, **filters),
+        torch.Generator().manual_seed(3),
+    )
+    shares = np.bincount(drawn, minlength=6) / num_draws
+    assert shares[mask_id] == 0
+    # Four standard deviations of a share of 20000 draws are at most 0.0142.
+    assert shares[:5] == pytest.approx(np.array(expected), abs=0.0142)
+    assert (shares[:5][np.array(expected) == 0] == 0).all()
+    assert confidence == pytest.approx(np.array(expected)[drawn], rel=1e-4)
