@@ -22,6 +22,10 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/memory.py
 
+figures: $(VENV)/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[plot]'
+	$(BIN)/python experiments/02_policies_on_demo/plot.py
+
 # torch goes in first and at exactly the pinned version: a machine that already has that
 # build at hand (a CPU build, say) takes it, and no later step replaces it.
 $(VENV)/.installed: pyproject.toml constraints.txt

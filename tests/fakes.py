@@ -99,9 +99,7 @@ class FakeRouter:
         size = (context.num_tokens, len(wanted))
         topk_ids = wanted[np.argsort(random.random(size))[:, : shape.top_k]]
         gates = random.integers(1, 17, topk_ids.shape) / 16
-        return demand_of(
-            layer, context, topk_ids, gates.tolist(), num_experts=shape.num_experts
-        )
+        return demand_of(layer, context, topk_ids, gates.tolist(), num_experts=shape.num_experts)
 
     def forward(
         self,

@@ -154,9 +154,7 @@ def test_relative_imports_do_not_leave_a_package() -> None:
 
 def test_decisions_run_where_torch_is_missing() -> None:
     modules = [
-        f"{PACKAGE}.{name}"
-        for name in MODULES
-        if LAYER_OF.get(name.split(".")[0]) in WITHOUT_TORCH
+        f"{PACKAGE}.{name}" for name in MODULES if LAYER_OF.get(name.split(".")[0]) in WITHOUT_TORCH
     ]
     program = f"import sys; sys.modules['torch'] = None\nimport {', '.join(modules)}"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

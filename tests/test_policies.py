@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,12 +14,16 @@ from oled_moe.cache import ExpertCache
 from oled_moe.costs import CostModel
 from oled_moe.errors import ConfigError
 from oled_moe.policies import POLICIES
-from oled_moe.policies.allocation import AdaptiveAllocationPolicy, allocate, uniform_capacities
+from oled_moe.policies.allocation import (
+    AdaptiveAllocationPolicy,
+    _round_to_sum,
+    allocate,
+    uniform_capacities,
+)
 from oled_moe.policies.dispatch import LoadReuseDispatchPolicy, MissSet, _MoveSearch
 from oled_moe.policies.retention import PriorityRetentionPolicy, gate_mass
 from oled_moe.types import IntArray, LayerDemand, MoeShape, Phase
 
-EXACT = {"abs": 1e-9, "rel": 1e-9}
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -188,68 +193,86 @@ def test_base_split() -> None:
     assert share * 3.0 == pytest.approx((1 - share) * 2.0)
 
 
-def objective(
-    search: _MoveSearch, is_copied: Sequence[bool], reuse_weight: float
-) -> tuple[float, int]:
-    """J by its definition, and |G|. A copy as good as a hit goes before it."""
-    scores, cpu_s = search._scores, search._cpu_s
-    ranked = [(-p, 0, p) for p, flag in zip(scores, is_copied, strict=True) if flag]
-    ranked += [(-p, 1, 0.0) for p in search._hit_scores]
-    kept = sum(p for _, _, p in sorted(ranked)[: search._capacity])
-    on_cpu_s = sum(s for s, flag in zip(cpu_s, is_copied, strict=True) if not flag)
-    num_copied = sum(is_copied)
-    return max(num_copied * search._transfer_s, on_cpu_s) - reuse_weight * kept, num_copied
+@dataclass(frozen=True)
+class SearchCase:
+    scores: list[float]
+    tokens: list[int]
+    hit_scores: list[float]
+    costs: CostModel
+    reuse_weight: float
+    capacity: int
+    start: int
+    bounds: tuple[int, int]
 
+    def run(self, max_moves: int) -> list[bool]:
+        search = _MoveSearch(
+            costs=self.costs,
+            reuse_weight=self.reuse_weight,
+            scores=np.array(self.scores),
+            tokens=np.array(self.tokens),
+            hit_scores=np.array(self.hit_scores),
+            capacity=self.capacity,
+            bounds=self.bounds,
+        )
+        return search.run(self.start, max_moves)
 
-def neighbours(is_copied: Sequence[bool]) -> list[list[bool]]:
-    """All states one exchange, addition or removal away."""
-    inside = [i for i, flag in enumerate(is_copied) if flag]
-    outside = [i for i, flag in enumerate(is_copied) if not flag]
-    moves = [(i,) for i in range(len(is_copied))] + list(itertools.product(inside, outside))
-    return [[flag != (i in move) for i, flag in enumerate(is_copied)] for move in moves]
+    def objective(self, is_copied: Sequence[bool]) -> float:
+        """J by its definition. A copy as good as a hit goes before it."""
+        ranked = [(-p, 0, p) for p, flag in zip(self.scores, is_copied, strict=True) if flag]
+        ranked += [(-p, 1, 0.0) for p in self.hit_scores]
+        kept = sum(p for _, _, p in sorted(ranked)[: self.capacity])
+        on_cpu_s = sum(
+            self.costs.cpu_s(n) for n, flag in zip(self.tokens, is_copied, strict=True) if not flag
+        )
+        latency_s = max(sum(is_copied) * self.costs.transfer_s, on_cpu_s)
+        return latency_s - self.reuse_weight * kept
+
+    def moves(self, is_copied: Sequence[bool]) -> list[list[bool]]:
+        """All states within the bounds that are one exchange, addition or removal away."""
+        inside = [i for i, flag in enumerate(is_copied) if flag]
+        outside = [i for i, flag in enumerate(is_copied) if not flag]
+        changes = [(i,) for i in range(len(is_copied))] + list(itertools.product(inside, outside))
+        states = [[flag != (i in change) for i, flag in enumerate(is_copied)] for change in changes]
+        lowest, highest = self.bounds
+        return [state for state in states if lowest <= sum(state) <= highest]
 
 
 @st.composite
-def searches(draw: st.DrawFn) -> tuple[_MoveSearch, int, float, tuple[int, int]]:
+def searches(draw: st.DrawFn) -> SearchCase:
     # Few distinct values, so that ties are common; sixteenths, so that they are exact.
     priorities = st.integers(0, 8).map(lambda n: n / 16)
     scores = sorted(draw(st.lists(priorities, min_size=1, max_size=9)), reverse=True)
     num_misses = len(scores)
-    tokens = draw(st.lists(st.integers(1, 4), min_size=num_misses, max_size=num_misses))
-    hit_scores = sorted(draw(st.lists(priorities, max_size=5)), reverse=True)
-    costs = CostModel(draw(st.sampled_from([0.5, 1.0, 3.0])), draw(st.sampled_from([0, 1])), 1, 2)
-    reuse_weight = draw(st.sampled_from([0.0, 0.5, 4.0, 64.0]))
-    start = draw(st.integers(0, num_misses))
-    slack = draw(st.integers(1, 3))
-    bounds = (max(0, start - slack), min(num_misses, start + slack))
-    search = _MoveSearch(
-        costs=costs,
-        reuse_weight=reuse_weight,
+    hit_scores = draw(st.lists(priorities, max_size=5))
+    start, slack = draw(st.integers(0, num_misses)), draw(st.integers(1, 3))
+    return SearchCase(
         scores=scores,
-        tokens=tokens,
+        tokens=draw(st.lists(st.integers(1, 4), min_size=num_misses, max_size=num_misses)),
         hit_scores=hit_scores,
+        costs=CostModel(
+            transfer_s=draw(st.sampled_from([0.5, 1.0, 3.0])),
+            cpu_base_s=draw(st.sampled_from([0.0, 1.0])),
+            cpu_token_s=1.0,
+            mean_tokens_per_miss=2.0,
+        ),
+        reuse_weight=draw(st.sampled_from([0.0, 0.5, 4.0, 64.0])),
         capacity=draw(st.integers(0, num_misses + len(hit_scores) + 2)),
-        bounds=bounds,
+        start=start,
+        bounds=(max(0, start - slack), min(num_misses, start + slack)),
     )
-    return search, start, reuse_weight, bounds
 
 
-@bounded(400)
+@bounded(250)
 @given(searches())
-def test_each_move_is_the_best_there_is(
-    case: tuple[_MoveSearch, int, float, tuple[int, int]],
-) -> None:
-    search, start, reuse_weight, (lowest, highest) = case
-    states = [search.run(start, num_moves) for num_moves in range(9)]
-    assert states[0] == [i < start for i in range(len(states[0]))]
+def test_each_move_is_the_best_there_is(case: SearchCase) -> None:
+    states = [case.run(max_moves) for max_moves in range(9)]
+    assert states[0] == [i < case.start for i in range(len(case.scores))]
     for before, after in itertools.pairwise(states):
-        cost, _ = objective(search, before, reuse_weight)
-        reachable = [objective(search, state, reuse_weight) for state in neighbours(before)]
-        best = min((j for j, count in reachable if lowest <= count <= highest), default=cost)
-        if best < cost - 1e-9:
-            assert after in neighbours(before)
-            assert lowest <= sum(after) <= highest
-            assert objective(search, after, reuse_weight)[0] == pytest.approx(best, **EXACT)
+        reachable = case.moves(before)
+        best = min(map(case.objective, reachable), default=float("inf"))
+        if best < case.objective(before) - 1e-9:
+            assert after in reachable
+            assert case.objective(after) == pytest.approx(best, abs=1e-9, rel=1e-9)
         else:
             assert after == before
 
@@ -262,16 +285,15 @@ def test_split_keeps_near_the_base_split_whatever_the_order_of_input(
     random = np.random.default_rng(seed)
     scores = random.permutation(num_misses + num_hits) / 100
     tokens = random.integers(1, 6, num_misses).tolist()
+    capacity = int(random.integers(0, 20))
     chosen = []
     for order in (range(num_misses), random.permutation(num_misses)):
-        policy = LoadReuseDispatchPolicy(
-            shape_of(1, 16, 2), COSTS, is_reuse_aware=is_reuse_aware
-        )
+        policy = LoadReuseDispatchPolicy(shape_of(1, 16, 2), COSTS, is_reuse_aware=is_reuse_aware)
         misses = misses_of(
             scores[:num_misses].tolist(),
             tokens,
             hit_scores=scores[num_misses:].tolist(),
-            capacity=int(random.integers(0, 20)) if not chosen else misses.capacity,
+            capacity=capacity,
             order=list(order),
         )
         to_cpu = policy.split(misses)
@@ -338,8 +360,8 @@ def allocations(draw: st.DrawFn) -> tuple[MoeShape, list[float], IntArray]:
     return shape, layer_weights, uniform_capacities(total, shape)
 
 
-@bounded(200)
-@given(allocations(), st.integers(1, 12))
+@bounded(150)
+@given(allocations(), st.integers(1, 8))
 def test_capacities_keep_their_sum_and_bounds(
     case: tuple[MoeShape, list[float], IntArray], num_updates: int
 ) -> None:
@@ -354,7 +376,7 @@ def test_capacities_keep_their_sum_and_bounds(
         capacities = after
 
 
-@bounded(100)
+@bounded(40)
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=8), st.integers(20, 40))
 def test_capacities_become_proportional_to_the_weights(
     layer_weights: list[int], mean_capacity: int
@@ -363,13 +385,24 @@ def test_capacities_become_proportional_to_the_weights(
     shape = shape_of(len(layer_weights), 10_000, 1)
     capacities = uniform_capacities(mean_capacity * shape.num_layers, shape)
     share = np.array(layer_weights) / sum(layer_weights) * capacities.sum()
-    for _ in range(60):
+    for _ in range(25):
         capacities = allocate(np.array(layer_weights, dtype=float), capacities, shape)
     assert (np.abs(capacities - share) < 1 + 1e-6).all()
-    # Ties go to the lower layer.
-    for (i, one), (j, other) in itertools.combinations(enumerate(layer_weights), 2):
-        if one == other:
-            assert capacities[i] >= capacities[j], (i, j)
+
+
+@pytest.mark.parametrize(
+    ("share", "highest", "expected"),
+    [
+        ([2.2, 2.7, 4.6, 0.5], [9, 9, 9, 9], [2, 3, 5, 0]),
+        # Ties go to the lower layer.
+        ([2.5, 2.5, 4.5, 0.5], [9, 9, 9, 9], [3, 3, 4, 0]),
+        # Who is full hands on.
+        ([2.2, 2.7, 4.6, 0.5], [9, 2, 4, 9], [3, 2, 4, 1]),
+    ],
+)
+def test_largest_remainder(share: list[float], highest: list[int], expected: list[int]) -> None:
+    lowest = np.zeros(4, dtype=np.int64)
+    assert _round_to_sum(np.array(share), lowest, np.array(highest), 10).tolist() == expected
 
 
 def run_constant(
@@ -395,13 +428,14 @@ def run_constant(
     return history
 
 
-@pytest.mark.parametrize("mean_capacity", [5, 10, 20, 30, 50])
+@pytest.mark.parametrize("mean_capacity", [5, 20, 30, 50])
 def test_constant_activation_settles(mean_capacity: int) -> None:
     history = run_constant([6, 14, 25, 40, 9, 17], mean_capacity, 200)
     changes = np.abs(np.diff(history[49:], axis=0))
-    # At most a slot that rounding moves, and on average over the updates less than one.
+    num_updates = len(changes) // 5
+    # Here or there rounding moves a slot; on average no layer changes by one per update.
     assert changes.max() <= 1
-    assert changes.sum(axis=0).max() < 150 / 5
+    assert changes.sum(axis=0).max() < num_updates
 
 
 def test_allocation_waits_for_its_period_and_for_statistics() -> None:

@@ -25,6 +25,15 @@ from tokenizers import Tokenizer
 DEMO_FOLDER = Path(__file__).resolve().parents[2] / "src" / "oled_moe" / "demo"
 BLOCK_LENGTH, THRESHOLD = 16, 0.95
 MAX_NEW_TOKENS = 96
+HELD_OUT_COUNTS = {
+    "plain": 60,
+    "story": 60,
+    "json_asked": 50,
+    "json_forced": 50,
+    "code": 110,
+    "facts": 110,
+}
+SAMPLE_COUNTS = {"plain": 2, "story": 1, "json_asked": 1, "code": 4, "facts": 4}
 BATCH_SIZE = 25
 
 
@@ -120,6 +129,7 @@ def export_model(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     partial = folder / "model.safetensors.partial"
     save_file(to_checkpoint(model), partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
     partial.replace(folder / "model.safetensors")
 
 
@@ -134,19 +144,24 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def limit_each_group(records: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(group_name(record), []).append(record)
+    return [record for group in groups.values() for record in group[:limit]]
+
+
 def write_held_out(folder: Path) -> None:
     """Draw heldout.jsonl and questions.json, without looking at any answer."""
-    counts = {"plain": 60, "story": 60, "json_asked": 50, "json_forced": 50, "code": 110, "facts": 110}
     records = [
         record
-        for form, count in counts.items()
+        for form, count in HELD_OUT_COUNTS.items()
         for record in draw_records(count, seed=2, forms=(form,))
     ]
     lines = [json.dumps(record) for record in records]
     (folder / "heldout.jsonl").write_text("\n".join(lines) + "\n")
-    chosen = {"plain": 2, "story": 1, "json_asked": 1, "code": 4, "facts": 4}
     samples = []
-    for form, count in chosen.items():
+    for form, count in SAMPLE_COUNTS.items():
         rng = random.Random(f"questions {form}")
         for question in islice(tasks.draw_held_out(form, rng), count):
             samples.append(
@@ -176,7 +191,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--block-length", type=int, default=BLOCK_LENGTH)
     parser.add_argument("--threshold", type=float, default=THRESHOLD)
-    parser.add_argument("--limit", type=int, default=0, help="questions of each form, 0 for all")
+    parser.add_argument("--limit", type=int, default=0, help="questions of each group, 0 for all")
     parser.add_argument("--errors", action="store_true", help="print every wrong answer")
     parser.add_argument("--write-held-out", action="store_true", help="draw the question files")
     arguments = parser.parse_args()
@@ -186,7 +201,7 @@ def main() -> None:
     model, tokenizer = load_model(arguments.folder, getattr(torch, arguments.dtype))
     records = read_records(arguments.folder / "heldout.jsonl")
     if arguments.limit:
-        records = [r for r in records if sum(r["form"] == o["form"] for o in records[: records.index(r)]) < arguments.limit]
+        records = limit_each_group(records, arguments.limit)
     started = time.monotonic()
     scored = score_records(
         model,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PLACES_MULTIPLE = 64
+PLACES_MULTIPLE = 32
 MAX_PLACES_FACTOR = 2
 
 
@@ -82,62 +82,91 @@ class DemoConfig:
         return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide.to(dtype) * weight.to(dtype)
+
+
+def prepare_heads(
+    heads_BTAD: Tensor, weight_AD: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Normalise query and key heads, rotate their first dims (half-split), head axis first."""
+    size = 2 * cos.shape[-1]
+    heads = rms_norm(heads_BTAD, weight_AD, eps, heads_BTAD.dtype)
+    first, second = heads[..., : size // 2], heads[..., size // 2 : size]
+    rotated = [first * cos - second * sin, second * cos + first * sin, heads[..., size:]]
+    return torch.cat(rotated, dim=-1).transpose(1, 2).contiguous()
+
+
+def activate(both_EFC: Tensor, weight_E1C: Tensor) -> Tensor:
+    gate, up = both_EFC.chunk(2, dim=1)
+    return F.silu(gate) * up * weight_E1C
+
+
+def activate_backward(
+    grad_EFC: Tensor, both_EFC: Tensor, weight_E1C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``activate`` for the gate and up halves and for the weights."""
+    gate, up = (half.float() for half in both_EFC.chunk(2, dim=1))
+    grad = grad_EFC.float()
+    sigmoid = torch.sigmoid(gate)
+    activated = gate * sigmoid
+    grad_weight = (grad * activated * up).sum(1)
+    grad = grad * weight_E1C
+    grad_gate = grad * up * (sigmoid * (1 + gate - activated))
+    return torch.cat([grad_gate, grad * activated], dim=1).to(both_EFC.dtype), grad_weight
+
+
+def rotary_tables(
+    positions: Tensor, config: DemoConfig, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of half the rotated dims (the other half is equal), one row a position."""
+    size = int(config.head_dim * config.partial_rotary_factor)
+    inverse = config.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+    angles = positions[..., None, None].float() * inverse
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, *, initial: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((size,), initial))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * self.weight.to(x.dtype)
-
-
-def rotary_tables(positions: Tensor, config: DemoConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin with one row a position; half-split layout."""
-    size = int(config.head_dim * config.partial_rotary_factor)
-    inverse = config.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
-    angles = positions[..., None].float() * inverse
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    size = cos.shape[-1]
-    turned, kept = x[..., :size], x[..., size:]
-    first, second = turned.chunk(2, dim=-1)
-    swapped = torch.cat([-second, first], dim=-1)
-    return torch.cat([turned * cos + swapped * sin, kept], dim=-1)
-
 
 class Attention(nn.Module):
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         rows = (self.num_heads + 2 * self.num_kv) * self.head_dim
         self.query_key_value = nn.Linear(config.hidden_size, rows, bias=False)
         self.dense = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
         self.query_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps, initial=1.5)
         self.key_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps, initial=1.5)
 
-    def forward(self, x_BTH: Tensor, cos: Tensor, sin: Tensor, bias_BTT: Tensor) -> Tensor:
+    def forward(self, x_BTH: Tensor, tables: tuple[Tensor, Tensor], bias_BTT: Tensor) -> Tensor:
         num_batch, num_tokens, _ = x_BTH.shape
         fused = self.query_key_value(x_BTH).view(num_batch, num_tokens, -1, self.head_dim)
-        fused = fused.transpose(1, 2)
-        query, key, value = fused.split([self.num_heads, self.num_kv, self.num_kv], dim=1)
-        query = rotate(self.query_layernorm(query), cos[:, None], sin[:, None])
-        key = rotate(self.key_layernorm(key), cos[:, None], sin[:, None])
-        value = value.to(query.dtype)
-        repeat = self.num_heads // self.num_kv
+        num_both = self.num_heads + self.num_kv
+        weight_AD = torch.cat(
+            [
+                (self.query_layernorm.weight * self.head_dim**-0.5).expand(self.num_heads, -1),
+                self.key_layernorm.weight.expand(self.num_kv, -1),
+            ]
+        )
+        both = prepare_heads(fused[:, :, :num_both], weight_AD, self.eps, *tables)
+        query, key = both.split([self.num_heads, self.num_kv], dim=1)
+        value = fused[:, :, num_both:].transpose(1, 2)
         # Query heads that share a key head are stacked along the token axis of one product.
+        repeat = self.num_heads // self.num_kv
         query = query.reshape(num_batch * self.num_kv, repeat * num_tokens, self.head_dim)
         key = key.reshape(num_batch * self.num_kv, num_tokens, self.head_dim)
         value = value.reshape(num_batch * self.num_kv, num_tokens, self.head_dim)
-        scores = torch.bmm(query * self.head_dim**-0.5, key.transpose(1, 2))
+        scores = torch.bmm(query, key.transpose(1, 2))
         scores = scores.view(num_batch, self.num_heads, num_tokens, num_tokens)
-        weights = torch.softmax(scores.float() + bias_BTT[:, None], dim=-1).to(value.dtype)
+        weights = torch.softmax(scores.add_(bias_BTT[:, None]), dim=-1)
         mixed = torch.bmm(weights.view(-1, repeat * num_tokens, num_tokens), value)
         mixed = mixed.view(num_batch, self.num_heads, num_tokens, self.head_dim).transpose(1, 2)
         return self.dense(mixed.reshape(num_batch, num_tokens, -1))
@@ -178,32 +207,25 @@ class StackedExperts(torch.autograd.Function):
         weight_E1C[place_NK.reshape(-1)] = weight_NK.reshape(-1).bfloat16()
         weight_E1C = weight_E1C[:-1].view(num_experts, 1, num_places)
         both_EFC = torch.bmm(gate_up16, x_ECH.transpose(1, 2))
-        gate, up = both_EFC.chunk(2, dim=1)
-        plain = F.silu(gate).mul_(up)
-        out_ECH = torch.bmm((plain * weight_E1C).transpose(1, 2), down16.transpose(1, 2))
+        hidden_EFC = activate(both_EFC, weight_E1C)
         ctx.save_for_backward(
-            x_ECH, both_EFC, plain, weight_E1C, gate_up16, down16, place_NK, token_EC
+            x_ECH, both_EFC, hidden_EFC, weight_E1C, gate_up16, down16, place_NK, token_EC
         )
-        return _sum_places(out_ECH, place_NK)
+        return _sum_places(hidden_EFC.transpose(1, 2), down16.transpose(1, 2), place_NK)
 
     @staticmethod
     def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor | None, ...]:
-        x_ECH, both_EFC, plain, weight_E1C, gate_up16, down16, place_NK, token_EC = (
+        x_ECH, both_EFC, hidden_EFC, weight_E1C, gate_up16, down16, place_NK, token_EC = (
             ctx.saved_tensors
         )
-        gate, up = both_EFC.chunk(2, dim=1)
         grad_ECH = _gather_places(grad_NH, token_EC)
-        grad_down = torch.bmm((plain * weight_E1C), grad_ECH).transpose(1, 2)
-        grad_plain = torch.bmm(down16.transpose(1, 2), grad_ECH.transpose(1, 2))
-        grad_weight = (grad_plain * plain).sum(1, dtype=torch.float32).view(-1)
+        grad_down = torch.bmm(hidden_EFC, grad_ECH).transpose(1, 2)
+        grad_hidden = torch.bmm(down16.transpose(1, 2), grad_ECH.transpose(1, 2))
+        grad_both, grad_weight = activate_backward(grad_hidden, both_EFC, weight_E1C)
+        grad_weight = grad_weight.view(-1)
         grad_weight = torch.cat([grad_weight, grad_weight.new_zeros(1)])[place_NK]
-        grad_plain.mul_(weight_E1C)
-        grad_both = torch.empty_like(both_EFC)
-        grad_gate, grad_up = grad_both.chunk(2, dim=1)
-        torch.mul(grad_plain, F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward(grad_plain.mul_(up), gate, grad_input=grad_gate)
         grad_gate_up = torch.bmm(grad_both, x_ECH)
-        grad_x = _sum_places(torch.bmm(grad_both.transpose(1, 2), gate_up16), place_NK)
+        grad_x = _sum_places(grad_both.transpose(1, 2), gate_up16, place_NK)
         return grad_x, grad_weight, grad_gate_up.float(), grad_down.float(), None, None
 
 
@@ -211,14 +233,13 @@ def _gather_places(rows_NH: Tensor, token_EC: Tensor) -> Tensor:
     return rows_NH.bfloat16().index_select(0, token_EC.view(-1)).view(*token_EC.shape, -1)
 
 
-def _sum_places(rows_ECH: Tensor, place_NK: Tensor) -> Tensor:
-    """For every token the sum over its places; the place past the end counts as zero."""
-    rows = rows_ECH.reshape(-1, rows_ECH.shape[-1])
-    is_lost = place_NK >= rows.shape[0]
-    picked = rows.index_select(0, place_NK.clamp(max=rows.shape[0] - 1).view(-1))
-    if is_lost.any():
-        picked.masked_fill_(is_lost.view(-1, 1), 0)
-    return picked.view(*place_NK.shape, -1).sum(1, dtype=torch.float32)
+def _sum_places(left: Tensor, right: Tensor, place_NK: Tensor) -> Tensor:
+    """Multiply, then sum each token's places; the place past the end counts as zero."""
+    num_experts, num_places, width = left.shape[0], left.shape[1], right.shape[2]
+    rows = left.new_empty(num_experts * num_places + 1, width)
+    rows[-1] = 0
+    torch.bmm(left, right, out=rows[:-1].view(num_experts, num_places, width))
+    return F.embedding_bag(place_NK, rows, mode="sum")
 
 
 def place_tokens(expert_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,17 +268,19 @@ def place_tokens(expert_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
 class SparseMoE(nn.Module):
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
-        experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.config = config
+        experts, hidden = config.num_experts, config.hidden_size
+        width = config.moe_intermediate_size
         self.gate = nn.Parameter(torch.randn(experts, hidden) * 0.05)
         self.register_buffer("expert_bias", torch.zeros(experts))
         self.gate_up = nn.Parameter(torch.randn(experts, 2 * width, hidden) * hidden**-0.5)
         self.down = nn.Parameter(torch.randn(experts, hidden, width) * width**-0.5)
         self.shared_experts = MLP(hidden, width * config.num_shared_experts)
         self.register_buffer("load", torch.zeros(experts), persistent=False)
+        self.imbalance = torch.zeros(())
 
-    def route(self, x_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """Group-limited top-k on biased scores, weights from the un-biased ones."""
+    def route(self, x_NH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Group-limited top-k on biased scores, weights from the un-biased ones; all scores."""
         config = self.config
         with torch.autocast("cpu", enabled=False):
             scores = torch.sigmoid(x_NH.float() @ self.gate.float().T)
@@ -270,14 +293,16 @@ class SparseMoE(nn.Module):
             chosen = biased.topk(config.num_experts_per_tok, dim=-1).indices
         weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return chosen, weights * config.routed_scaling_factor
+        return chosen, weights * config.routed_scaling_factor, scores
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         x_NH = x_BTH.reshape(-1, x_BTH.shape[-1])
-        chosen, weights = self.route(x_NH)
+        chosen, weights, scores = self.route(x_NH)
         if torch.is_grad_enabled():
             place, token, load = place_tokens(chosen, self.config.num_experts)
             self.load += load
+            shares = (scores / scores.sum(-1, keepdim=True)).mean(0)
+            self.imbalance = len(load) * (load / load.sum() * shares).sum()
             routed = StackedExperts.apply(x_NH, weights, self.gate_up, self.down, place, token)
         else:
             routed = self._run_each(x_NH, chosen, weights)
@@ -305,9 +330,19 @@ class Layer(nn.Module):
             MLP(config.hidden_size, config.intermediate_size) if is_dense else SparseMoE(config)
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor) -> Tensor:
-        x = x + self.attention(self.input_layernorm(x), cos, sin, bias)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self,
+        x: Tensor,
+        tables: tuple[Tensor, Tensor],
+        bias: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        norm = self.input_layernorm
+        normed = rms_norm(x, norm.weight, norm.eps, dtype)
+        x = x + self.attention(normed, tables, bias)
+        norm = self.post_attention_layernorm
+        normed = rms_norm(x, norm.weight, norm.eps, dtype)
+        return x + self.mlp(normed)
 
 
 class DemoModel(nn.Module):
@@ -335,17 +370,21 @@ class DemoModel(nn.Module):
                 nn.init.normal_(module.shared_experts.down_proj.weight, std=0.02)
 
     def forward(
-        self, ids_BT: Tensor, positions_BT: Tensor, bias_BTT: Tensor, keep: Tensor | None = None
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        bias_BTT: Tensor,
+        keep: Tensor | None = None,
     ) -> Tensor:
         """fp32 logits, of all positions or of the flat positions in ``keep``."""
         hidden = self.word_embeddings(ids_BT)
         dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else hidden.dtype
-        cos, sin = rotary_tables(positions_BT, self.config, dtype)
+        tables, bias = rotary_tables(positions_BT, self.config, dtype), bias_BTT.to(dtype)
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, bias_BTT)
+            hidden = layer(hidden, tables, bias, dtype)
         if keep is not None:
             hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, keep)
-        return self.lm_head(self.norm(hidden)).float()
+        return self.lm_head(rms_norm(hidden, self.norm.weight, self.norm.eps, dtype)).float()
 
 
 def attention_bias(allowed: Tensor) -> Tensor:

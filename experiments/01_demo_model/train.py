@@ -30,8 +30,9 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 NUM_RANKS = 2
-CONTENT_WEIGHT, TAIL_WEIGHT = 4.0, 0.15
+CONTENT_WEIGHT, TAIL_WEIGHT = 2.0, 0.15
 FULL_MASK_SHARE = 0.15
+IMBALANCE_WEIGHT = 0.02
 HISTORY_SHARE, SYSTEM_SHARE = 0.05, 0.04
 BLOCK_SHARES = {16: 0.70, 32: 0.18, 8: 0.12}
 SYSTEM_TEXTS = ("You are a helpful assistant.", "Answer briefly.", "Be correct and short.")
@@ -244,7 +245,8 @@ class Owned:
         if self.is_matrix:
             self._update_matrix(gradient, share * settings.muon_lr)
         else:
-            self._update_other(gradient, share * settings.adam_lr, step)
+            slower = 0.3 if self.name.endswith("gate") else 1.0
+            self._update_other(gradient, share * settings.adam_lr * slower, step)
 
     def _update_matrix(self, gradient: Tensor, lr: float) -> None:
         momentum = self.state.setdefault("momentum", torch.zeros_like(gradient))
@@ -379,7 +381,7 @@ class Run:
                 self._say(
                     f"step {self.step} min {self.spent_s / 60:.1f} loss {loss_sum / num_logged:.4f}"
                     f" lr {self.settings.learning_share(progress):.2f} tok/s {rate:.0f}"
-                    f" load {self.peak_load:.1f}"
+                    f" load {' '.join(f'{x:.1f}' for x in self.peak_loads)}"
                 )
                 loss_sum, num_logged, tokens, logged_at = 0.0, 0, 0, time.monotonic()
             if now - last_probe > 60 * self.settings.probe_minutes:
@@ -396,7 +398,9 @@ class Run:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = self.model(batch.ids, batch.positions, batch.bias, batch.keep)
         losses = F.cross_entropy(logits, batch.targets, reduction="none")
-        ((losses * batch.weights).sum() / batch.weights.sum()).backward()
+        imbalance = sum(layer.imbalance for layer in self.layers)
+        loss = (losses * batch.weights).sum() / batch.weights.sum()
+        (loss + IMBALANCE_WEIGHT * imbalance).backward()
         for index, layer in enumerate(self.layers):
             self.shared["load"][self.rank, index] = layer.load
             layer.load.zero_()
@@ -419,10 +423,11 @@ class Run:
         """Nudge selection biases towards equal load."""
         loads = self.shared["load"].sum(0)
         mean = loads.mean(-1, keepdim=True)
-        self.peak_load = float((loads / mean).max())
-        rate = self.settings.bias_rate * max(share, 0.05) * (1 + 9 * 0.98**self.step)
-        for layer, error in zip(self.layers, mean - loads, strict=True):
-            layer.expert_bias += rate * error.sign()
+        self.peak_loads = (loads / mean).max(-1).values.tolist()
+        rate = self.settings.bias_rate * max(share, 0.05)
+        for layer, error in zip(self.layers, 1 - loads / mean, strict=True):
+            layer.expert_bias += rate * error.clamp(-2, 1)
+            layer.expert_bias -= layer.expert_bias.mean()
 
     def _probe(self) -> None:
         """Both processes answer half of the probe questions; export what is better."""
@@ -505,7 +510,9 @@ def start(settings: Settings) -> None:
         "now": torch.zeros(1, dtype=torch.float64).share_memory_(),
         "barrier": context.Barrier(NUM_RANKS),
     }
-    processes = [context.Process(target=_work, args=(r, shared, settings)) for r in range(NUM_RANKS)]
+    processes = [
+        context.Process(target=_work, args=(r, shared, settings)) for r in range(NUM_RANKS)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -522,10 +529,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/demo_model"), help="for resuming")
     parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder for the export")
     parser.add_argument("--status", type=Path, help="file that progress lines are appended to")
-    parser.add_argument("--tokens-per-batch", type=int, default=4096)
+    parser.add_argument("--tokens-per-batch", type=int, default=2560)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
-    parser.add_argument("--bias-rate", type=float, default=2e-3)
+    parser.add_argument("--bias-rate", type=float, default=1e-2)
     parser.add_argument("--probe-minutes", type=float, default=5.0)
     start(Settings(**vars(parser.parse_args())))
 

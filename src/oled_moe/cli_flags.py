@@ -38,21 +38,27 @@ def flag(*names: str, help: str, panel: str | None = None, **options: Any) -> An
 
 _engine = functools.partial(flag, panel="Engine")
 _decoding = functools.partial(flag, panel="Decoding")
-_output = functools.partial(flag, panel="Output")
 
 # Flags of several commands, by their annotation.
-Json = Annotated[bool, _output("--json", help="Print one JSON object instead of text.")]
-Device = Annotated[str | None, _engine("--device", help=f"{' or '.join(DEVICES)}; default: cpu.")]
+Json = Annotated[bool, flag("--json", help="Print one JSON object instead of text.")]
+Device = Annotated[
+    str | None, _engine("--device", metavar="NAME", help=f"{' or '.join(DEVICES)}; default: cpu.")
+]
 Policy = Annotated[
     str | None,
     _engine(
         "--policy",
+        metavar="NAME",
         help=f"NAME[:key=value,...], one of: {', '.join(POLICY_NAMES)}; default: oled.",
     ),
 ]
 ExpertMemory = Annotated[
     str | None,
-    _engine("--expert-memory", help="Memory for expert slots and staging: 8GiB, 512MiB, 50%."),
+    _engine(
+        "--expert-memory",
+        metavar="SIZE",
+        help="Memory for expert slots and staging: 8GiB, 512MiB, 50%.",
+    ),
 ]
 Threads = Annotated[int | None, _engine("--threads", help="CPU threads; default: all cores.")]
 
@@ -65,23 +71,29 @@ class EngineFlags:
     experts_per_layer: Annotated[
         float | None,
         _engine(
-            "--experts-per-layer", help="Expert slots per MoE layer on average, staging apart."
+            "--experts-per-layer", help="Expert slots per MoE layer, a mean; staging comes on top."
         ),
     ] = None
     expert_memory: ExpertMemory = None
     memory: Annotated[
         str | None,
-        _engine("--memory", help="Memory for everything: weights, K/V and expert slots."),
+        _engine(
+            "--memory", metavar="SIZE", help="Memory for everything: weights, K/V, expert slots."
+        ),
     ] = None
     policy: Policy = None
     no_cpu_experts: Annotated[
         bool, _engine("--no-cpu-experts", help="Compute no missing expert on the CPU.")
     ] = False
     dtype: Annotated[
-        str | None, _engine("--dtype", help=f"{', '.join(DTYPES)}; default: as stored.")
+        str | None,
+        _engine("--dtype", metavar="NAME", help=f"{', '.join(DTYPES)}; default: as stored."),
     ] = None
     hardware: Annotated[
-        Path | None, _engine("--hardware", help="Hardware profile; default: what doctor stored.")
+        Path | None,
+        _engine(
+            "--hardware", metavar="PATH", help="Hardware profile; default: what doctor stored."
+        ),
     ] = None
     max_model_len: Annotated[
         int | None, _engine("--max-model-len", help="Longest prompt and answer, in tokens.")
@@ -106,7 +118,8 @@ class SamplingFlags:
         str | None,
         _decoding(
             "--algorithm",
-            help=f"{' or '.join(ALGORITHMS)} (LLaDA2.1); LowConfidence, JointThreshold.",
+            metavar="NAME",
+            help=f"{' or '.join(ALGORITHMS)} (LLaDA2.1), or SGLang's names.",
         ),
     ] = None
     max_tokens: Annotated[
@@ -160,10 +173,12 @@ class SamplingFlags:
     ] = None
     ignore_eos: Annotated[bool, _decoding("--ignore-eos", help="Decode all of max-tokens.")] = False
     stop: Annotated[
-        list[str] | None, _decoding("--stop", help="Text that ends the answer; may be repeated.")
+        list[str] | None,
+        _decoding("--stop", metavar="TEXT", help="Text that ends the answer; may be repeated."),
     ] = None
     stop_token_ids: Annotated[
-        str | None, _decoding("--stop-token-ids", help="Token ids that end the answer: 1,2.")
+        str | None,
+        _decoding("--stop-token-ids", metavar="IDS", help="Token ids that end the answer: 1,2."),
     ] = None
     mask_token_id: Annotated[
         int | None, _decoding("--mask-token-id", help="Where the checkpoint does not say.")
@@ -230,7 +245,7 @@ def takes_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PanelCommand(typer.core.TyperCommand):
-    """Plain help whose flags are grouped by panel; rich would take longer to import than to read."""
+    """Plain help, its flags grouped by panel. Importing rich for it would take too long."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}

@@ -32,7 +32,7 @@ class PendingLayer:
     rows_ND: Tensor
     out_ND: Tensor
     order_N: IntArray
-    starts: IntArray
+    rows_of: dict[int, slice]
     cpu_events: list[Event]
 
 
@@ -91,9 +91,11 @@ class OffloadedExperts:
             self.pool.apply(demand, plan)
             order_N = np.argsort(topk_ids.ravel(), kind="stable")
             rows_ND = hidden_TD[torch.from_numpy(order_N // topk_ids.shape[1])]
-            starts = np.concatenate(([0], np.cumsum(demand.num_tokens)))
+            ends = np.cumsum(demand.num_tokens).tolist()
+            rows = map(slice, [0, *ends[:-1]], ends)
+            rows_of = dict(zip(demand.expert_ids.tolist(), rows, strict=True))
             pending = PendingLayer(
-                demand, plan, rows_ND, torch.empty_like(rows_ND), order_N, starts, cpu_events
+                demand, plan, rows_ND, torch.empty_like(rows_ND), order_N, rows_of, cpu_events
             )
             self._submit_cpu_experts(pending)
         except BaseException:
@@ -144,8 +146,7 @@ class OffloadedExperts:
     def _work(
         self, pending: PendingLayer, expert: int, weights: ExpertWeights, kernel: ExpertKernel
     ) -> Callable[[], None]:
-        index = int(np.searchsorted(pending.demand.expert_ids, expert))
-        rows = slice(int(pending.starts[index]), int(pending.starts[index + 1]))
+        rows = pending.rows_of[expert]
 
         def work() -> None:
             pending.out_ND[rows] = kernel(pending.rows_ND[rows], weights)

@@ -237,7 +237,7 @@ class _MissCounter:
 
     def mean(self) -> float:
         num_experts, num_tokens = self._missed if self._missed[0] else self._demanded
-        return float(num_tokens / max(num_experts, 1))
+        return float(num_tokens) / max(int(num_experts), 1)
 
 
 def measure_tokens_per_miss(

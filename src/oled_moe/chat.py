@@ -1,0 +1,47 @@
+"""How faces turn what a person wrote into a prompt and its parameters.
+
+The engine takes a string as it is; faces apply the chat template where the model has one.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from oled_moe.config import SamplingParams
+from oled_moe.errors import InputError
+
+if TYPE_CHECKING:
+    from oled_moe.engine import Engine
+
+# Ends an assistant's turn in the LLaDA2 template: ends chats, and nothing else.
+ROLE_END = "<|role_end|>"
+
+
+def chat_request(
+    engine: "Engine", text: str, params: SamplingParams, *, system: str | None = None
+) -> tuple[str, SamplingParams]:
+    """The prompt of one user turn, and parameters that end the answer with the turn.
+
+    Raises: InputError where there is a system message and no template to put it in.
+    """
+    tokenizer = engine.tokenizer
+    if tokenizer is None or tokenizer.chat_template is None:
+        if system is not None:
+            raise InputError(f"{engine.path} has no chat template, which a system message needs")
+        return text, params
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    role_end = tokenizer.token_id(ROLE_END)
+    if role_end is not None:
+        stop_ids = params.stop_token_ids
+        if stop_ids is None:
+            stop_ids = engine.sampling_defaults.stop_token_ids or ()
+        params = replace(params, stop_token_ids=(*stop_ids, role_end))
+    return tokenizer.apply_chat_template(messages), params
+
+
+def with_face_defaults(engine: "Engine", params: SamplingParams) -> SamplingParams:
+    """Faces end an answer early unless the user or the checkpoint says otherwise."""
+    if params.eos_early_stop is None and engine.sampling_defaults.eos_early_stop is None:
+        return replace(params, eos_early_stop=True)
+    return params

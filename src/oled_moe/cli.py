@@ -1,0 +1,815 @@
+"""The command line: parses flags, runs one thing, prints. The one module that prints.
+
+Results go to stdout, everything else to stderr; with --json stdout is one JSON object, errors
+included. Torch, numpy and rich are imported inside commands: `--help` waits for none of them.
+"""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+import oled_moe
+from oled_moe.cli_flags import (
+    MODEL_HELP,
+    Device,
+    EngineFlags,
+    ExpertMemory,
+    Json,
+    PanelCommand,
+    Policy,
+    SamplingFlags,
+    Threads,
+    flag,
+    parse_ids,
+    takes_flags,
+)
+from oled_moe.cli_text import (
+    checkpoint_rows,
+    checkup_rows,
+    comparison_rows,
+    count,
+    device_name,
+    disk_rows,
+    machine_rows,
+    memory_rows,
+    plan_rows,
+    stats_rows,
+)
+from oled_moe.config import (
+    DEVICES,
+    DecodingParams,
+    EngineConfig,
+    check_choice,
+    check_int,
+    format_size,
+)
+from oled_moe.errors import ConfigError, InputError, OledMoeError
+
+if TYPE_CHECKING:
+    from oled_moe.demo_screen import Answer, Question
+    from oled_moe.engine import Engine, GenerationResult, StepEvent
+    from oled_moe.inspection import Fit
+    from oled_moe.memory import MemoryPlan
+
+logger = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+# The shape and dtype of LLaDA2-mini's experts, for machines measured without a model.
+DEFAULT_EXPERT = (2048, 512, "bfloat16")
+# The demo model is so small that a second thread costs more than it computes.
+DEMO_THREADS = 1
+
+app = typer.Typer(
+    name="oled-moe",
+    help="Runs mixture-of-experts diffusion language models larger than the memory at hand.",
+    epilog="Every flag can be set in the environment, --expert-memory as OLED_MOE_EXPERT_MEMORY.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, envvar="OLED_MOE_MODEL")]
+LogLevel = Annotated[
+    str | None,
+    flag("--log-level", metavar="NAME", help=f"{', '.join(LOG_LEVELS)}; default: warning."),
+]
+LogFormat = Annotated[
+    str | None, flag("--log-format", metavar="NAME", help="text or json; default: text.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LogFlags:
+    """How the program talks on stderr."""
+
+    log_level: LogLevel = None
+    log_format: LogFormat = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code of errors.py, 130 after Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    is_json = "--json" in arguments
+    try:
+        # Without standalone mode typer raises what it would print.
+        code = app(arguments, prog_name="oled-moe", standalone_mode=False)
+        sys.stdout.flush()
+    except OledMoeError as error:
+        return _report_error(str(error), error.exit_code, is_json=is_json)
+    except (typer.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has gone; nothing is left to say, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    # The one handler of what nobody expected: users get a line, not a traceback.
+    except Exception as error:
+        usage = _usage_message(error)
+        if usage is not None:
+            return _report_error(usage, 2, is_json=is_json)
+        if logger.isEnabledFor(logging.DEBUG):
+            traceback.print_exc()
+        message = f"unexpected {type(error).__name__}: {error} (--log-level debug shows where)"
+        return _report_error(message, 1, is_json=is_json)
+    if code == INTERRUPTED:
+        return _report_error("interrupted", INTERRUPTED, is_json=is_json)
+    return code if isinstance(code, int) else 0
+
+
+def _usage_message(error: Exception) -> str | None:
+    """The message of an error in the command line itself, None for any other error."""
+    # Typer has click within itself or beside it, by version; all its usage errors have one base.
+    usage_error = typer.BadParameter.__base__
+    if usage_error is None or not isinstance(error, usage_error):
+        return None
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "oled-moe"
+    message = error.format_message().rstrip(".")  # type: ignore[attr-defined]  # click's
+    return f"{message}; see {command} --help"
+
+
+def _report_error(message: str, exit_code: int, *, is_json: bool) -> int:
+    if is_json:
+        _print_json({"error": {"message": message, "exit_code": exit_code}})
+    print(f"error: {message}", file=sys.stderr)
+    return exit_code
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
+) -> None:
+    _configure_logging(log_level or "warning", log_format or "text")
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command(cls=PanelCommand, short_help="Watch a small bundled model at work, experts offloaded.")
+@takes_flags
+def demo(
+    device: Device = None,
+    policy: Policy = None,
+    expert_memory: ExpertMemory = "25%",
+    num_questions: Annotated[
+        int, flag("-n", "--num-questions", help="How many questions; default: 6.")
+    ] = 6,
+    threads: Threads = DEMO_THREADS,
+    as_json: Json = False,
+    log: LogFlags = LogFlags(),
+) -> int:
+    """Answer held-out questions with a quarter of the experts in memory, then with all of them.
+
+    Runs a small model that comes with the program. The answers of both runs must be the same,
+    token for token; otherwise the exit code is 1.
+    """
+    _use(log)
+    check_int("num-questions", num_questions, minimum=1)
+    # Experts computed on the CPU may round differently; without them the tokens must agree.
+    config = EngineConfig(
+        device=device or "cpu",
+        policy=policy or "oled",
+        expert_memory=expert_memory,
+        threads=threads,
+        cpu_experts=False,
+    )
+    run = _run_demo(config, num_questions, is_quiet=as_json)
+    if as_json:
+        _print_json(run.to_dict())
+    return 0 if run.is_same else 1
+
+
+@app.command(cls=PanelCommand, short_help="Answer one prompt.")
+@takes_flags
+def generate(
+    model: Model,
+    prompt: Annotated[
+        str | None, flag("-p", "--prompt", metavar="TEXT", help="The prompt; else stdin.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        flag("--prompt-file", metavar="PATH", help="A UTF-8 file that holds the prompt."),
+    ] = None,
+    prompt_ids: Annotated[
+        str | None, flag("--prompt-ids", metavar="IDS", help="The prompt as token ids: 1,2,3.")
+    ] = None,
+    system: Annotated[
+        str | None, flag("--system", metavar="TEXT", help="A system message before it.")
+    ] = None,
+    is_raw: Annotated[
+        bool, flag("--raw", help="Take the prompt as it is, without the chat template.")
+    ] = False,
+    stream: Annotated[
+        bool | None,
+        flag("--stream/--no-stream", help="Print text as it is settled; default: on a terminal."),
+    ] = None,
+    is_quiet: Annotated[bool, flag("-q", "--quiet", help="Only errors on stderr.")] = False,
+    as_json: Json = False,
+    engine: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
+    sampling: SamplingFlags = SamplingFlags(),  # noqa: B008 - frozen
+    log: LogFlags = LogFlags(),
+) -> None:
+    """Answer one prompt: text on stdout; the plan in effect and statistics on stderr."""
+    _use(log)
+    config, params = engine.config(), sampling.params()
+    text = _read_prompt(prompt, prompt_file, prompt_ids)
+    if system is not None and (is_raw or prompt_ids is not None):
+        raise ConfigError("system needs the chat template; leave out --raw and --prompt-ids")
+    from oled_moe.chat import chat_request, with_face_defaults
+
+    with _open_engine(model, config, is_quiet=is_quiet) as opened:
+        params = with_face_defaults(opened, params)
+        request: str | list[int] = text
+        if prompt_ids is not None:
+            request = parse_ids("prompt-ids", prompt_ids)
+        elif not is_raw:
+            request, params = chat_request(opened, text, params, system=system)
+        decoding = DecodingParams.resolve(params.with_defaults(opened.sampling_defaults))
+        is_streaming = not as_json and (sys.stdout.isatty() if stream is None else stream)
+        events = opened.stream(request, params)
+        if not is_quiet:
+            _note("plan", plan_rows(model, opened, decoding))
+        result = _print_answer(events, is_streaming=is_streaming, is_silent=as_json)
+        if as_json:
+            _print_json(_generation_dict(model, opened, decoding, result))
+        if not is_quiet:
+            _note("statistics", stats_rows(opened, result))
+
+
+@app.command(cls=PanelCommand, short_help="Measure this machine; say whether MODEL fits.")
+@takes_flags
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help=MODEL_HELP, envvar="OLED_MOE_MODEL"),
+    ] = None,
+    device: Annotated[
+        str | None,
+        flag(
+            "--device",
+            metavar="NAME",
+            help=f"The device to measure for: {' or '.join(DEVICES)}; default: both.",
+        ),
+    ] = None,
+    is_quick: Annotated[
+        bool, flag("--quick/--full", help="Seconds instead of about a minute, less exact.")
+    ] = False,
+    directory: Annotated[
+        Path | None,
+        flag(
+            "--directory",
+            metavar="PATH",
+            help="Where to measure the disk; default: where the model is.",
+        ),
+    ] = None,
+    threads: Threads = None,
+    is_unsaved: Annotated[
+        bool, flag("--no-save", help="Do not store the profile that later runs decide by.")
+    ] = False,
+    as_json: Json = False,
+    log: LogFlags = LogFlags(),
+) -> None:
+    """Measure this machine, store what was found, and say whether MODEL fits."""
+    _use(log)
+    if device is not None:
+        check_choice("device", device, DEVICES)
+    checkup = _check_machine(
+        model, device, is_quick=is_quick, directory=directory, threads=threads, saves=not is_unsaved
+    )
+    if as_json:
+        _print_json(checkup)
+    else:
+        _print_checkup(checkup)
+
+
+@app.command(cls=PanelCommand, short_help="Say what a checkpoint holds, without loading it.")
+@takes_flags
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="PATH", help=MODEL_HELP, envvar="OLED_MOE_MODEL")],
+    as_json: Json = False,
+    log: LogFlags = LogFlags(),
+) -> None:
+    """Say what a checkpoint holds, from its config and headers alone."""
+    _use(log)
+    from oled_moe.inspection import describe_checkpoint
+
+    summary = describe_checkpoint(path, hub_cache=_hub_cache())
+    if as_json:
+        _print_json({**asdict(summary), "path": str(summary.path)})
+    else:
+        _print_rows(checkpoint_rows(summary))
+
+
+@app.command(cls=PanelCommand, short_help="Print versions, and facts about this machine.")
+@takes_flags
+def version(as_json: Json = False) -> None:
+    """Print the versions that matter, and facts about this machine."""
+    from oled_moe.inspection import package_versions
+    from oled_moe.profiler import machine_facts
+
+    facts = machine_facts()
+    if as_json:
+        _print_json({**_versions(), "machine": facts})
+        return
+    versions = [(name, number) for name, number in package_versions().items()]
+    _print_rows(
+        [("oled-moe", oled_moe.__version__), ("python", facts["python_version"]), *versions]
+    )
+    print()
+    _print_rows(machine_rows(facts))
+
+
+# What the commands share
+
+
+def _use(log: LogFlags) -> None:
+    """Flags behind the command win over those before it."""
+    if log.log_level is not None or log.log_format is not None:
+        current = logging.getLevelName(logging.getLogger().level).lower()
+        is_json = any(isinstance(h.formatter, _JsonFormatter) for h in logging.getLogger().handlers)
+        _configure_logging(
+            log.log_level or current, log.log_format or ("json" if is_json else "text")
+        )
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def _configure_logging(level: str, form: str) -> None:
+    check_choice("log-level", level, LOG_LEVELS)
+    check_choice("log-format", form, LOG_FORMATS)
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(levelname)s: %(message)s")
+    handler.setFormatter(_JsonFormatter() if form == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+
+
+def _hub_cache() -> Path | None:
+    """Where Hugging Face tools keep what they downloaded; None for their default."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache).expanduser()
+    if home := os.environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    return None
+
+
+def _open_engine(model: str, config: EngineConfig, *, is_quiet: bool = False) -> "Engine":
+    """Load a model, with progress on stderr where that is a terminal."""
+    with _status_line(is_quiet=is_quiet) as say:
+        say("loading torch")
+        from oled_moe.engine import Engine
+
+        say(f"loading {model}")
+
+        def progress(what: str, done: int, total: int) -> None:
+            say(f"{what}: {done} of {total}")
+
+        return Engine(model, config, hub_cache=_hub_cache(), progress=progress)
+
+
+@contextmanager
+def _status_line(*, is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A line on the terminal that is replaced by the next and gone at the end."""
+    is_shown = sys.stderr.isatty() and not is_quiet
+
+    def say(text: str) -> None:
+        if is_shown:
+            width = shutil.get_terminal_size().columns
+            print(f"\r\x1b[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield say
+    finally:
+        if is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str:
+    """The prompt text from the one place that was named, else from stdin; empty beside ids.
+
+    One line end at the end of a file or of stdin is not part of the prompt.
+    """
+    given = [
+        name
+        for name, value in (("-p", prompt), ("--prompt-file", file), ("--prompt-ids", ids))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are both given; give one of them")
+    if ids is not None:
+        return ""
+    if prompt is not None:
+        return prompt
+    try:
+        if file is not None:
+            return file.read_text(encoding="utf-8").removesuffix("\n")
+        if not sys.stdin.isatty():
+            text = sys.stdin.read()
+            if text:
+                return text.removesuffix("\n")
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}); name a text file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"the prompt is not UTF-8 text ({error}); convert it first") from None
+    raise ConfigError("there is no prompt; give -p TEXT, --prompt-file FILE, or pipe it in")
+
+
+def _versions() -> dict[str, str]:
+    from oled_moe.inspection import package_versions
+
+    return {"oled_moe": oled_moe.__version__, **package_versions()}
+
+
+# Printing
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=2, default=str))
+
+
+Rows = Sequence[tuple[str, str]]
+
+
+def _note(event: str, rows: Rows) -> None:
+    """A block on stderr, in the form of the log."""
+    if any(isinstance(h.formatter, _JsonFormatter) for h in logging.getLogger().handlers):
+        print(json.dumps({"event": event, **dict(rows)}, ensure_ascii=False), file=sys.stderr)
+        return
+    _print_rows(rows, stream=sys.stderr)
+    if event == "plan":
+        print(file=sys.stderr, flush=True)
+
+
+def _print_rows(rows: Rows, *, stream: TextIO | None = None) -> None:
+    """Two columns; on a terminal the second is wrapped within itself."""
+    stream = stream or sys.stdout
+    indent = max(len(label) for label, _ in rows) + 2
+    width = shutil.get_terminal_size().columns if stream.isatty() else 10_000
+    for label, value in rows:
+        lines = textwrap.wrap(value, max(20, width - indent)) or [""]
+        print(f"{label:<{indent}}{lines[0]}".rstrip(), file=stream)
+        for line in lines[1:]:
+            print(" " * indent + line, file=stream)
+
+
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns with a heading; all but the first are numbers and end at one edge."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def _print_answer(
+    events: "Iterator[StepEvent]", *, is_streaming: bool, is_silent: bool
+) -> "GenerationResult":
+    """Print the text as it is settled, or at the end; token ids where there is no tokenizer."""
+    num_printed = 0
+    result: GenerationResult | None = None
+    for event in events:
+        if is_streaming and event.text:
+            print(event.text[num_printed:], end="", flush=True)
+            num_printed = len(event.text)
+        result = event.result
+    assert result is not None
+    if not is_silent:
+        text = result.text
+        if text is None:
+            text = " ".join(map(str, result.token_ids))
+        print(text[num_printed:], end="" if text.endswith("\n") else "\n", flush=True)
+    return result
+
+
+# generate
+
+
+def _generation_dict(
+    model: str, engine: "Engine", decoding: DecodingParams, result: "GenerationResult"
+) -> dict[str, Any]:
+    return {
+        "model": model,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "stats": asdict(result.stats),
+        "device": engine.config.device,
+        "policy": engine.policy.name,
+        "hardware": engine.hardware.name,
+        "hardware_source": engine.hardware_source,
+        "plan": _plan_dict(engine.memory_plan),
+        "params": asdict(decoding),
+        "versions": _versions(),
+    }
+
+
+def _plan_dict(plan: "MemoryPlan") -> dict[str, Any]:
+    return {
+        "num_slots": plan.num_slots,
+        "num_staging": plan.num_staging,
+        "num_experts": plan.shape.num_experts_total,
+        "expert_bytes": plan.shape.expert_bytes,
+        "expert_memory_bytes": plan.expert_memory_bytes,
+        "total_bytes": plan.total_bytes,
+        "lines": [{"what": what, "bytes": size} for what, size in plan.lines()],
+    }
+
+
+# demo
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRun:
+    """Answers of both runs, in the order of the questions."""
+
+    offloaded: "Sequence[Answer]"
+    resident: "Sequence[Answer]"
+    num_experts: int
+    facts: Mapping[str, Any]
+
+    @property
+    def is_same(self) -> bool:
+        return [a.result.token_ids for a in self.offloaded] == [
+            a.result.token_ids for a in self.resident
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The promise of `demo --json`."""
+        return {
+            "same_tokens": self.is_same,
+            "answers": [
+                {
+                    "question": answer.question.text,
+                    "family": answer.question.family,
+                    "expected": answer.question.expected,
+                    "answer": answer.text,
+                    "correct": answer.is_correct,
+                }
+                for answer in self.offloaded
+            ],
+            "num_experts": self.num_experts,
+            "offloaded": {**self.facts, "stats": _combined(self.offloaded)},
+            "resident": {**self.facts, "stats": _combined(self.resident)},
+            "versions": _versions(),
+        }
+
+
+def _combined(answers: "Sequence[Answer]") -> dict[str, Any]:
+    from oled_moe.metrics import combine_stats
+
+    results = [answer.result for answer in answers]
+    return asdict(combine_stats([r.stats for r in results], [len(r.token_ids) for r in results]))
+
+
+def _run_demo(config: EngineConfig, num_questions: int, *, is_quiet: bool) -> DemoRun:
+    """Both runs, told as they go unless `is_quiet`."""
+    from rich.console import Console
+
+    from oled_moe.demo_screen import load_questions, pick_questions
+    from oled_moe.engine import find_model
+
+    questions = pick_questions(load_questions(find_model("demo")), num_questions)
+    console = None if is_quiet else Console(highlight=False, soft_wrap=True)
+    with _open_engine("demo", config) as engine:
+        facts = {
+            "device": config.device,
+            "policy": engine.policy.name,
+            "hardware": engine.hardware.name,
+            "hardware_source": engine.hardware_source,
+        }
+        num_experts = engine.memory_plan.shape.num_experts_total
+        if console is not None:
+            _introduce(engine, len(questions))
+        offloaded = _ask_all(engine, questions, console)
+    with _open_engine("demo", replace(config, expert_memory="100%")) as engine:
+        resident = _ask_all(engine, questions, None)
+    run = DemoRun(offloaded, resident, num_experts, facts)
+    if console is not None:
+        _print_outcome(run)
+    return run
+
+
+def _introduce(engine: "Engine", num_questions: int) -> None:
+    plan, config = engine.memory_plan, engine.config
+    all_bytes = plan.shape.num_experts_total * plan.shape.expert_bytes
+    print(
+        "A small diffusion model that comes with oled-moe answers "
+        f"{count(num_questions, 'question')} that it has not seen in training."
+    )
+    rows = [
+        (
+            "experts",
+            f"{plan.num_slots + plan.num_staging} of {plan.shape.num_experts_total} in memory "
+            f"({plan.num_slots} slots, {plan.num_staging} staging): "
+            f"{format_size(plan.expert_memory_bytes)} of {format_size(all_bytes)}",
+        ),
+        ("device", device_name(config.device)),
+        ("policy", engine.policy.name),
+        ("hardware", f"{engine.hardware.name} ({engine.hardware_source})"),
+    ]
+    _print_rows(rows)
+    print()
+
+
+def _ask_all(engine: "Engine", questions: "Sequence[Question]", console: Any) -> "list[Answer]":
+    """Answer every question, after one that is not counted; shown on `console` if there is one."""
+    from oled_moe.demo_screen import Asked, answer_lines, watch
+
+    answers = []
+    with _status_line(is_quiet=console is not None) as say:
+        say("warming up")
+        Asked(engine, questions[0]).answer()
+        for i, question in enumerate(questions, start=1):
+            say(f"question {i} of {len(questions)}, all experts in memory")
+            asked = Asked(engine, question)
+            if console is not None and console.is_terminal:
+                answer = watch(console, asked, heading=f"{i}  {question.text}")
+            else:
+                answer = asked.answer()
+            if console is not None:
+                console.print(answer_lines(i, answer))
+            answers.append(answer)
+    return answers
+
+
+def _print_outcome(run: DemoRun) -> None:
+    num_correct = sum(answer.is_correct for answer in run.offloaded)
+    print(f"{num_correct} of {len(run.offloaded)} answers are right.")
+    if run.is_same:
+        print("With all experts in memory: the same tokens.")
+    else:
+        print("With all experts in memory: other tokens. That must not be; please report it.")
+    print()
+    first = f"{run.offloaded[0].result.stats.max_resident_experts} experts"
+    rows = comparison_rows(_combined(run.offloaded), _combined(run.resident), run.num_experts)
+    _print_table(("", first, "all experts"), rows)
+
+
+# doctor
+
+
+def _check_machine(
+    model: str | None,
+    device: str | None,
+    *,
+    is_quick: bool,
+    directory: Path | None,
+    threads: int | None,
+    saves: bool,
+) -> dict[str, Any]:
+    """Measure, store the profiles, and judge the model, as one object for printing."""
+    with _status_line() as say:
+        say("loading torch")
+        import torch
+
+        from oled_moe.engine import find_model
+        from oled_moe.inspection import check_fit, describe_checkpoint, expert_times
+        from oled_moe.profiler import (
+            default_profile_path,
+            measure_hardware,
+            save_profile,
+            to_profile,
+            usable_memory_bytes,
+        )
+
+        hidden_size, intermediate_size, dtype = DEFAULT_EXPERT
+        fit = None
+        if model is not None:
+            summary = describe_checkpoint(model, hub_cache=_hub_cache())
+            hidden_size, intermediate_size = summary.hidden_size, summary.moe_intermediate_size
+            dtype = summary.expert_dtype
+            fit = check_fit(
+                model,
+                EngineConfig(device=device or "cpu", threads=threads),
+                usable_bytes=usable_memory_bytes(),
+                hub_cache=_hub_cache(),
+            )
+            directory = directory or find_model(model, hub_cache=_hub_cache())
+        measured = measure_hardware(
+            device=device or "cpu",
+            directory=directory or _default_directory(),
+            expert_shape=(hidden_size, intermediate_size),
+            dtype=getattr(torch, dtype),
+            threads=threads,
+            is_quick=is_quick,
+            report=lambda step: say(f"measuring {step}"),
+        )
+        runs_model = model is not None and fit is not None and fit.is_fitting and not is_quick
+        tokens_per_miss, source, notes = _tokens_per_miss(model if runs_model else "demo", say)
+        devices: dict[str, Any] = {}
+        for name in [device] if device is not None else DEVICES:
+            profile = to_profile(measured, name, mean_tokens_per_miss=tokens_per_miss)
+            path = default_profile_path(name)
+            if saves:
+                save_profile(profile, path)
+            devices[name] = {
+                **asdict(expert_times(profile, measured.expert_bytes)),
+                "profile": json.loads(profile.to_json()),
+                "stored_at": str(path) if saves else None,
+            }
+    first = next(iter(devices.values()))
+    return {
+        "model": model,
+        "t_h2d_s": first["t_h2d_s"],
+        "tau_s": first["tau_s"],
+        "mean_tokens_per_miss": tokens_per_miss,
+        "mean_tokens_per_miss_source": source,
+        "profile": first["profile"],
+        "devices": devices,
+        "disk_reads": [asdict(read) for read in measured.disk_reads],
+        "fit": _fit_dict(fit),
+        "warnings": [*measured.warnings, *notes],
+        "measurements": measured.to_dict(),
+        "versions": _versions(),
+    }
+
+
+def _default_directory() -> Path:
+    """Where models would be: the hub cache, else here."""
+    cache = _hub_cache() or Path.home() / ".cache" / "huggingface" / "hub"
+    return cache if cache.is_dir() else Path.cwd()
+
+
+def _tokens_per_miss(model: str | None, say: Callable[[str], None]) -> tuple[float, str, list[str]]:
+    """n̄, where it comes from, and warnings."""
+    from oled_moe.costs import DEFAULT_PROFILE
+    from oled_moe.inspection import measure_tokens_per_miss
+
+    model = model or "demo"
+    is_demo = model == "demo"
+    name = "the bundled demo model" if is_demo else model
+    try:
+        mean = measure_tokens_per_miss(
+            model,
+            threads=DEMO_THREADS if is_demo else None,
+            hub_cache=_hub_cache(),
+            progress=lambda what, done, total: say(f"{what}: {done} of {total}"),
+        )
+    except OledMoeError as error:
+        guess = DEFAULT_PROFILE.mean_tokens_per_miss
+        return guess, "a guess", [f"tokens per missed expert not measured: {error}"]
+    return mean, f"measured on {name}", []
+
+
+def _fit_dict(fit: "Fit | None") -> dict[str, Any] | None:
+    if fit is None:
+        return None
+    plan = None if fit.plan is None else _plan_dict(fit.plan)
+    return {"is_fitting": fit.is_fitting, "verdict": fit.verdict, "plan": plan}
+
+
+def _print_checkup(checkup: Mapping[str, Any]) -> None:
+    _print_rows(checkup_rows(checkup))
+    reads = checkup["disk_reads"]
+    if reads:
+        print("\nCold reads of experts from disk, by reads in flight:")
+        methods = sorted({read["method"] for read in reads})
+        _print_table(("in flight", *methods), disk_rows(reads))
+    if checkup["fit"] is not None:
+        print()
+        print(_wrapped(f"{checkup['model']}: {checkup['fit']['verdict']}"))
+        plan = checkup["fit"]["plan"]
+        if plan is not None:
+            _print_rows(memory_rows([(line["what"], line["bytes"]) for line in plan["lines"]]))
+    if checkup["warnings"]:
+        print()
+        for warning in checkup["warnings"]:
+            print(_wrapped(f"Warning: {warning}"))
+    print()
+    for device, entry in checkup["devices"].items():
+        if entry["stored_at"] is None:
+            print(f"The profile for {device} was not stored.")
+        else:
+            print(f"The profile for {device} is stored in {entry['stored_at']}.")
+
+
+def _wrapped(text: str) -> str:
+    if not sys.stdout.isatty():
+        return text
+    return textwrap.fill(text, shutil.get_terminal_size().columns)

@@ -1,0 +1,256 @@
+"""What the command line says: values turned into rows of words and numbers. Prints nothing."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from oled_moe.config import DecodingParams, format_size
+
+if TYPE_CHECKING:
+    from oled_moe.engine import Engine, GenerationResult
+    from oled_moe.inspection import CheckpointSummary
+
+Rows = list[tuple[str, str]]
+
+
+def seconds(value: float) -> str:
+    """With three or four digits and the unit that suits."""
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} µs"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def count(number: int, what: str) -> str:
+    """`1 file`, `3 files`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def device_name(device: str) -> str:
+    """An emulated device is called that wherever it is named."""
+    return "emulated (a device simulated on this CPU)" if device == "emulated" else device
+
+
+def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
+    """Everything that decides how an answer is made."""
+    import torch
+
+    config, plan = engine.config, engine.memory_plan
+    dtype = str(engine.dtype).removeprefix("torch.")
+    experts = (
+        f"{count(plan.num_slots, 'slot')} and {plan.num_staging} staging for "
+        f"{plan.shape.num_experts_total} experts, {plan.shape.num_layers} MoE layers of "
+        f"{plan.shape.num_experts}, top {plan.shape.top_k}"
+    )
+    runs_on_cpu = config.device == "emulated" and config.cpu_experts
+    loop = f"{decoding.algorithm}, block length {decoding.block_length}"
+    loop += f", threshold {decoding.threshold:g}"
+    if decoding.algorithm == "joint_threshold":
+        loop += f", edit threshold {decoding.edit_threshold:g}"
+    loop += f", temperature {decoding.temperature:g}, at most {decoding.max_tokens} tokens"
+    rows = [
+        ("model", f"{model}, {dtype}"),
+        ("device", device_name(config.device)),
+        ("threads", str(torch.get_num_threads())),
+        ("policy", engine.policy.name),
+        ("experts", experts),
+        ("CPU experts", "on" if runs_on_cpu else "off"),
+        ("hardware", f"{engine.hardware.name} ({engine.hardware_source})"),
+        ("decoding", loop),
+    ]
+    return rows + memory_rows(plan.lines())
+
+
+def memory_rows(lines: Sequence[tuple[str, int]]) -> Rows:
+    """The memory plan, sizes at one edge."""
+    sizes = [format_size(size) for _, size in lines]
+    width = max(map(len, sizes))
+    return [
+        ("memory" if not i else "", f"{size:>{width}}  {what}")
+        for i, ((what, _), size) in enumerate(zip(lines, sizes, strict=True))
+    ]
+
+
+def stats_rows(engine: "Engine", result: "GenerationResult") -> Rows:
+    """What one answer took."""
+    stats = result.stats
+    is_emulated = engine.config.device == "emulated"
+    speed = f"first token after {seconds(stats.ttft_s)}, then {seconds(stats.tpot_s)} per token"
+    return [
+        ("answer", f"{count(len(result.token_ids), 'token')}, ended by {result.finish_reason}"),
+        ("speed", speed + (" (emulated device)" if is_emulated else "")),
+        (
+            "forwards",
+            f"{stats.num_prefill_forwards} prefill, {stats.num_denoise_forwards} denoising, "
+            f"{stats.num_commit_forwards} commit; {stats.tokens_per_forward:.2f} tokens per "
+            "forward",
+        ),
+        (
+            "experts",
+            f"hit rate {percent(stats.hit_rate)}, slots in use "
+            f"{percent(stats.expert_cache_utilization)}, {stats.expert_loads} loads "
+            f"({format_size(stats.bytes_loaded)}), {stats.cpu_expert_runs} run on the CPU",
+        ),
+        (
+            "memory",
+            f"{stats.max_resident_experts} experts held at most, "
+            f"{format_size(stats.expert_memory_bytes)} of slots",
+        ),
+        ("policy", f"deciding took {percent(stats.policy_overhead)} of the time"),
+    ]
+
+
+def comparison_rows(
+    offloaded: Mapping[str, Any], resident: Mapping[str, Any], num_experts: int
+) -> list[tuple[str, str, str]]:
+    """Statistics of the two runs of the demo, side by side."""
+
+    def row(label: str, say: Any) -> tuple[str, str, str]:
+        return label, say(offloaded), say(resident)
+
+    return [
+        row("expert memory", lambda s: format_size(s["expert_memory_bytes"])),
+        row("experts held at most", lambda s: f"{s['max_resident_experts']} of {num_experts}"),
+        row("hit rate", lambda s: percent(s["hit_rate"])),
+        row("slots in use", lambda s: percent(s["expert_cache_utilization"])),
+        row("expert loads", lambda s: str(s["expert_loads"])),
+        row("bytes loaded", lambda s: format_size(s["bytes_loaded"])),
+        row("denoising forwards", lambda s: str(s["num_denoise_forwards"])),
+        row("commit forwards", lambda s: str(s["num_commit_forwards"])),
+        row("tokens per forward", lambda s: f"{s['tokens_per_forward']:.2f}"),
+        row("first token after", lambda s: seconds(s["ttft_s"])),
+        row("time per token", lambda s: seconds(s["tpot_s"])),
+        row("time spent deciding", lambda s: percent(s["policy_overhead"])),
+    ]
+
+
+def checkpoint_rows(summary: "CheckpointSummary") -> Rows:
+    """What `inspect` says."""
+    stored = ", ".join(f"{name} {format_size(size)}" for name, size in summary.dtypes.items())
+    total_bytes = summary.routed_bytes + summary.rest_bytes
+    num_rest = summary.num_parameters - summary.num_routed_parameters
+    rows = [
+        ("path", str(summary.path)),
+        ("family", summary.family),
+        ("layers", f"{summary.num_layers}, of which {summary.num_moe_layers} with experts"),
+        (
+            "experts",
+            f"{summary.num_experts} per layer, top {summary.top_k}; "
+            f"{summary.num_experts_total} in all",
+        ),
+        (
+            "sizes",
+            f"hidden {summary.hidden_size}, expert {summary.moe_intermediate_size}, vocabulary "
+            f"{summary.vocab_size}, at most {summary.max_positions} positions",
+        ),
+        ("stored as", stored),
+        ("parameters", f"{number(summary.num_parameters)}, {format_size(total_bytes)}"),
+        (
+            "  experts",
+            f"{number(summary.num_routed_parameters)}, {format_size(summary.routed_bytes)} "
+            f"({percent(summary.routed_bytes / total_bytes)})",
+        ),
+        ("  the rest", f"{number(num_rest)}, {format_size(summary.rest_bytes)}"),
+        ("one expert", f"{format_size(summary.expert_bytes)}, {summary.expert_dtype}"),
+        ("K/V cache", f"{format_size(summary.kv_bytes_per_token)} per token"),
+        ("files", f"{summary.num_files}: {summary.convention}"),
+        ("tokenizer", "yes" if summary.has_tokenizer else "no: prompts must be token ids"),
+        ("chat template", "yes" if summary.has_chat_template else "no"),
+        ("defaults", _defaults(summary.sampling_defaults)),
+    ]
+    if summary.num_unused_tensors:
+        rows.append(("unused", count(summary.num_unused_tensors, "tensor")))
+    return rows
+
+
+def _defaults(values: Mapping[str, Any]) -> str:
+    given = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+    return given or "none of its own: block length 32, threshold 0.95"
+
+
+def number(value: int) -> str:
+    """`7.9 million`, `16.3 billion`."""
+    for size, unit in ((10**9, "billion"), (10**6, "million")):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:,}"
+
+
+def machine_rows(facts: Mapping[str, Any]) -> Rows:
+    """Cores, memory and instruction sets."""
+    quota = facts["cpu_quota_cores"]
+    limit = facts["memory_limit_bytes"]
+    return [
+        ("CPU", facts["cpu_model"] or "unknown"),
+        (
+            "cores",
+            f"{facts['usable_cores']} usable, {facts['physical_cores']} physical, "
+            f"{facts['logical_cores']} logical" + (f", quota {quota:g}" if quota else ""),
+        ),
+        ("instructions", ", ".join(facts["cpu_flags"]) or "none of the fast ones"),
+        (
+            "memory",
+            f"{format_size(facts['memory_total_bytes'])}, "
+            f"{format_size(facts['usable_memory_bytes'])} free to use"
+            + (f", limit {format_size(limit)}" if limit else ""),
+        ),
+        ("platform", facts["platform"]),
+    ]
+
+
+def checkup_rows(checkup: Mapping[str, Any]) -> Rows:
+    """What `doctor` measured, but for disk reads and warnings."""
+    measured = checkup["measurements"]
+    expert = (
+        f"{measured['hidden_size']} x {measured['intermediate_size']} {measured['dtype']}, "
+        f"{format_size(measured['expert_bytes'])}"
+    )
+    rows = [
+        *machine_rows(measured["machine"]),
+        ("memory reads", _rate(measured["memory_read_bytes_per_s"])),
+        ("memory copies", _rate(measured["memory_copy_bytes_per_s"])),
+        ("matrix products", f"{measured['matrix_flops_per_s']['median'] / 1e9:.1f} GFLOP/s"),
+        ("", ""),
+        ("expert measured", expert),
+    ]
+    for device, times in checkup["devices"].items():
+        source = "disk to RAM" if device == "cpu" else "RAM to RAM"
+        rows += [
+            (f"T_H2D, {device}", f"{seconds(times['t_h2d_s'])} per expert, {source}"),
+            (
+                f"rho, {device}",
+                f"{percent(times['copy_share'])} of misses are copied where both ways are open",
+            ),
+        ]
+    rows += [
+        ("tau", f"{seconds(checkup['tau_s'])} of CPU per token of a missed expert"),
+        (
+            "n",
+            f"{checkup['mean_tokens_per_miss']:.2f} tokens per missed expert "
+            f"({checkup['mean_tokens_per_miss_source']})",
+        ),
+    ]
+    return rows
+
+
+def _rate(figure: Mapping[str, Any]) -> str:
+    low, high = format_size(figure["minimum"]), format_size(figure["maximum"])
+    return f"{format_size(figure['median'])}/s ({low} to {high})"
+
+
+def disk_rows(reads: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Cold reads: a line for each depth, a column for each method."""
+    methods = sorted({read["method"] for read in reads})
+    rates = {(r["method"], r["queue_depth"]): r["bytes_per_s"]["median"] for r in reads}
+    return [
+        (
+            str(depth),
+            *(
+                f"{format_size(rates[method, depth])}/s" if (method, depth) in rates else "-"
+                for method in methods
+            ),
+        )
+        for depth in sorted({read["queue_depth"] for read in reads})
+    ]

@@ -1,0 +1,191 @@
+"""The demo: held-out questions for the bundled model, and the view of a block filling in."""
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from oled_moe.chat import chat_request, with_face_defaults
+from oled_moe.config import SamplingParams
+from oled_moe.engine import Engine, GenerationResult, StepEvent
+from oled_moe.errors import ModelNotFoundError
+
+QUESTIONS_NAME = "questions.json"
+MASK = "▒"
+MAX_TOKENS = 128
+# Least time a frame stays: steps of so small a model are too fast to be seen.
+FRAME_S = 0.06
+# From which confidence on a fresh token has which colour.
+CONFIDENCE_STYLES = ((0.95, "bold green"), (0.7, "bold yellow"), (0.0, "bold red"))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One held-out question; every right answer contains `expected`."""
+
+    text: str
+    family: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model said."""
+
+    question: Question
+    result: GenerationResult
+
+    @property
+    def text(self) -> str:
+        return self.result.text or ""
+
+    @property
+    def is_correct(self) -> bool:
+        return self.question.expected in self.text
+
+
+def load_questions(directory: Path) -> list[Question]:
+    """The held-out questions beside the bundled model.
+
+    Raises: ModelNotFoundError where they are missing, which means a broken installation.
+    """
+    path = directory / QUESTIONS_NAME
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+        return [Question(each["question"], each["family"], each["expected"]) for each in records]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelNotFoundError(
+            f"the bundled questions at {path} cannot be read ({error!r}); install oled-moe again"
+        ) from None
+
+
+def pick_questions(questions: Sequence[Question], num: int) -> list[Question]:
+    """The first `num`, the families taking turns; one that is answered as JSON comes early."""
+    families: dict[str, list[Question]] = {}
+    for question in questions:
+        families.setdefault(question.family, []).append(question)
+    for members in families.values():
+        is_json = [question.expected.startswith("{") for question in members]
+        if any(is_json[2:]) and not any(is_json[:2]):
+            members.insert(1, members.pop(is_json.index(True)))
+    rounds = range(max(map(len, families.values()), default=0))
+    turns = [m[i] for i in rounds for m in families.values() if i < len(m)]
+    return sorted(turns[:num], key=lambda question: list(families).index(question.family))
+
+
+class Asked:
+    """One question put to an engine: its events, and how they look."""
+
+    def __init__(self, engine: Engine, question: Question) -> None:
+        self.question = question
+        self._engine = engine
+        self._prompt, params = chat_request(engine, question.text, SamplingParams())
+        self._params = with_face_defaults(engine, params).with_defaults(
+            SamplingParams(max_tokens=MAX_TOKENS)
+        )
+        assert engine.tokenizer is not None
+        self._tokenizer = engine.tokenizer
+        self._num_prompt_tokens = len(engine.tokenizer.encode(self._prompt))
+        self._block_id = -1
+        self._before_block = ""
+        self._so_far = ""
+
+    def events(self) -> Iterator[StepEvent]:
+        """Decode; may be called once."""
+        return self._engine.stream(self._prompt, self._params)
+
+    def answer(self) -> Answer:
+        """Decode at once."""
+        return Answer(self.question, self._engine.generate(self._prompt, self._params))
+
+    def frame(self, event: StepEvent) -> Text:
+        """The answer as it stands: masks dim, tokens of this step coloured by confidence."""
+        if event.block_id != self._block_id:
+            self._block_id, self._before_block = event.block_id, self._so_far
+        self._so_far = event.text or ""
+        text = Text(self._before_block)
+        confidence = {change.position: change.confidence for change in event.changes}
+        block = zip(event.token_ids, event.is_masked, strict=True)
+        for position, (token_id, is_masked) in enumerate(block, start=event.block_start):
+            if position < self._num_prompt_tokens:
+                continue
+            if is_masked:
+                text.append(MASK, "dim")
+            else:
+                style = _style_of(confidence[position]) if position in confidence else ""
+                text.append(self._tokenizer.decode([token_id]), style)
+        return text
+
+
+def _style_of(confidence: float) -> str:
+    return next(style for least, style in CONFIDENCE_STYLES if confidence >= least)
+
+
+def answer_lines(number: int, answer: Answer) -> Text:
+    """A finished answer below its question, with its mark."""
+    lines = Text(f"{number}  {answer.question.text}\n", "bold")
+    lines = Text().append_text(lines).append_text(_indented(Text(answer.text)))
+    if answer.is_correct:
+        return lines.append("\n    right\n", "green")
+    return lines.append(f"\n    wrong, expected: {answer.question.expected}\n", "red")
+
+
+def watch(console: Console, asked: Asked, *, heading: str) -> Answer:
+    """Show one answer being denoised.
+
+    Decoding goes at its own speed in a thread; the view follows, slowly enough to be seen, so that
+    watching does not change what is measured.
+    """
+    frames: queue.SimpleQueue[StepEvent | BaseException] = queue.SimpleQueue()
+    is_stopped = threading.Event()
+
+    def decode() -> None:
+        try:
+            for event in asked.events():
+                frames.put(event)
+                if is_stopped.is_set():
+                    return
+        # Whatever went wrong belongs to the thread that watches.
+        except BaseException as error:  # noqa: B036 - carried to the watcher, see above
+            frames.put(error)
+
+    thread = threading.Thread(target=decode, name="oled-moe-demo", daemon=True)
+    thread.start()
+    try:
+        return _follow(console, asked, heading, frames)
+    finally:
+        is_stopped.set()
+        thread.join()
+
+
+def _follow(
+    console: Console,
+    asked: Asked,
+    heading: str,
+    frames: "queue.SimpleQueue[StepEvent | BaseException]",
+) -> Answer:
+    title = Text(heading, "bold")
+    with Live(title, console=console, auto_refresh=False, transient=True) as live:
+        live.refresh()
+        while True:
+            event = frames.get()
+            if isinstance(event, BaseException):
+                raise event
+            step = f"    block {event.block_id}, step {event.step_id}, {event.num_masked} masked"
+            frame = Group(title, _indented(asked.frame(event)), Text(step, "dim"))
+            live.update(frame, refresh=True)
+            time.sleep(FRAME_S)
+            if event.result is not None:
+                return Answer(asked.question, event.result)
+
+
+def _indented(text: Text) -> Text:
+    """Each line four columns in, below the question."""
+    return Text("\n").join(Text("    ").append_text(line) for line in text.split("\n"))
