@@ -19,7 +19,7 @@ import oled_moe.engine
 import oled_moe.profiler
 from oled_moe import cli_flags, demo_screen
 from oled_moe.cli import main
-from oled_moe.config import SamplingParams
+from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.demo_screen import Question, pick_questions
 from oled_moe.engine import Engine
 from oled_moe.metrics import GenerationStats, combine_stats
@@ -134,7 +134,7 @@ def start(*arguments: str, **options: Any) -> "subprocess.Popen[str]":
 def test_generate_prints_the_text_alone(run: Run, model: str) -> None:
     code, out, err = run("generate", model, "-p", "hello", *SHORT)
     assert code == 0
-    with Engine(model) as engine:
+    with Engine(model, EngineConfig(threads=1)) as engine:
         prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
         params = SamplingParams(
             max_tokens=8, block_length=4, eos_early_stop=True, stop_token_ids=(ROLE_END_ID,)
@@ -161,7 +161,7 @@ def test_streamed_text_is_the_same_text(run: Run, model: str) -> None:
 def test_raw_takes_the_prompt_as_it_is(run: Run, model: str) -> None:
     _, out, _ = run("generate", model, "-p", "hello", "--raw", "--json", *SHORT)
     answer = json.loads(out)
-    with Engine(model) as engine:
+    with Engine(model, EngineConfig(threads=1)) as engine:
         params = SamplingParams(max_tokens=8, block_length=4, eos_early_stop=True)
         assert answer["token_ids"] == engine.generate("hello", params).token_ids
     assert answer["params"]["stop_token_ids"] == []
@@ -479,6 +479,17 @@ def test_doctor_prints_and_need_not_store(
     assert "T_H2D, cpu" not in out and not (tmp_path / ".cache").exists()
 
 
+def test_doctor_says_when_a_model_does_not_fit(
+    run: Run, model: str, quick_doctor: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oled_moe.inspection.measure_tokens_per_miss", lambda *_, **__: 2.5)
+    monkeypatch.setattr(oled_moe.engine, "usable_memory_bytes", lambda: 4096)
+    code, out, _ = run(
+        "doctor", model, "--quick", "--no-save", "--threads", "1", "--directory", str(tmp_path)
+    )
+    assert code == 4 and "It does not fit: " in out and "max_model_len" in out
+
+
 # demo
 
 
@@ -508,7 +519,7 @@ def test_demo_tells_when_tokens_differ(run: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(demo_screen.Asked, "answer", answer)
     monkeypatch.setattr(demo_screen, "MAX_TOKENS", 16)
     code, out, _ = run("demo", "-n", "1")
-    assert code == 1 and "other tokens" in out and "all experts" in out
+    assert code == 1 and "other tokens" in out and "all experts" in out and "hit rate" in out
     assert "\x1b" not in out
 
 
@@ -528,8 +539,9 @@ def test_demo_questions_take_turns() -> None:
     assert len(pick_questions(questions, 99)) == 7
 
 
-def test_a_block_is_shown_filling_in(model: str) -> None:
-    with Engine(model) as engine:
+def test_a_block_is_shown_filling_in(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_screen, "MAX_TOKENS", 32)
+    with Engine(model, EngineConfig(threads=1)) as engine:
         asked = demo_screen.Asked(engine, Question("hello", "none", "x"))
         frames = [asked.frame(event) for event in asked.events()]
     assert demo_screen.MASK in frames[0].plain

@@ -153,9 +153,13 @@ def test_advice_works_when_followed(shape: MoeShape, usable: int, name: str) -> 
     assert forced.holds_all_experts
     if "max_model_len" in text:
         least = MODEL.total_bytes - MODEL.process_bytes + shape.expert_bytes
-        assert usable < least or name == "experts_per_layer"
+        assert usable < least
         return
-    number = number_in(rf"lower {name} to ([\d.]+)", text)
+    if "instead of experts_per_layer" in text:
+        name = "expert_memory"
+        number = number_in(r"give expert_memory (\d+)", text)
+    else:
+        number = number_in(rf"lower {name} to ([\d.]+)", text)
     value = float(number) if name == "experts_per_layer" else int(number)
     plan_memory(EngineConfig(**{name: value}), shape, MODEL, usable_bytes=usable)
 

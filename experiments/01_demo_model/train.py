@@ -38,6 +38,7 @@ BLOCK_SHARES = {16: 0.70, 32: 0.18, 8: 0.12}
 SYSTEM_TEXTS = ("You are a helpful assistant.", "Answer briefly.", "Be correct and short.")
 POOL_SIZE = 400
 PROBES_PER_FORM = 16
+DRILL_SHARE, DRILL_EQUATIONS = 0.22, 10
 
 
 # --------------------------------------------------------------------------------------------
@@ -83,6 +84,34 @@ def draw_prompt(rng: random.Random, question: tasks.Question) -> str:
     if rng.random() < SYSTEM_SHARE:
         prompt = render_turn("SYSTEM", rng.choice(SYSTEM_TEXTS)) + prompt
     return prompt
+
+
+def build_drill(rng: random.Random, tokenizer: Tokenizer, mask_id: int) -> Sequence:
+    """Equations in one block, with nothing but results masked: dense practice in calculating.
+
+    Of a two-digit result both digits are masked, or only one of them.
+    """
+    ids: list[int] = []
+    masked: list[int] = []
+    while len(ids) < 10 * DRILL_EQUATIONS:
+        equation = tasks.draw_equation(rng)
+        if tasks.is_held_out_equation(equation):
+            continue
+        head, _, result = tasks.write_equation(equation).partition(tasks.MARK_OPEN)
+        ids += tokenizer.encode(head).ids
+        digits = tokenizer.encode(result.strip(tasks.MARK_CLOSE)).ids
+        places = [len(ids) + i for i in range(len(digits))]
+        masked += places if rng.random() < 0.5 else [rng.choice(places)]
+        ids += digits + tokenizer.encode("\n").ids
+    chosen, offset = set(masked), rng.randrange(64)
+    return Sequence(
+        ids=[mask_id if i in chosen else token for i, token in enumerate(ids)],
+        targets=ids,
+        weights=[CONTENT_WEIGHT if i in chosen else 0.0 for i in range(len(ids))],
+        positions=[offset + i for i in range(len(ids))],
+        views=[1] * len(ids),
+        blocks=[0] * len(ids),
+    )
 
 
 def draw_views(rng: random.Random, maskable: list[int]) -> tuple[set[int], set[int]]:
@@ -184,6 +213,9 @@ def draw_batches(
         block_length = rng.choices(list(BLOCK_SHARES), list(BLOCK_SHARES.values()))[0]
         pool = []
         for _ in range(POOL_SIZE):
+            if rng.random() < DRILL_SHARE:
+                pool.append(build_drill(rng, tokenizer, mask_id))
+                continue
             question = tasks.draw_training_question(rng)
             prompt = tokenizer.encode(draw_prompt(rng, question)).ids
             answer, weights = encode_answer(tokenizer, question.marked_answer, eos_id)
@@ -336,6 +368,7 @@ class Run:
         self.tokenizer = Tokenizer.from_file(str(settings.work / "tokenizer.json"))
         self.step, self.spent_s, self.best = 0, 0.0, -1.0
         self.clock = time.monotonic()
+        self.times = shared["times"]
         self._resume()
         seed = settings.seed * 1000 + self.step * NUM_RANKS + rank + 1
         self.batches = draw_batches(
@@ -383,6 +416,8 @@ class Run:
                     f" lr {self.settings.learning_share(progress):.2f} tok/s {rate:.0f}"
                     f" load {' '.join(f'{x:.1f}' for x in self.peak_loads)}"
                 )
+                self._say("times " + json.dumps(self.times.tolist()))
+                self.times.zero_()
                 loss_sum, num_logged, tokens, logged_at = 0.0, 0, 0, time.monotonic()
             if now - last_probe > 60 * self.settings.probe_minutes:
                 self._probe()
@@ -394,6 +429,7 @@ class Run:
         self._save()
 
     def _one_step(self, batch: Batch, share: float) -> float:
+        t0 = time.monotonic()
         self.shared["gradients"][self.rank].zero_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = self.model(batch.ids, batch.positions, batch.bias, batch.keep)
@@ -404,19 +440,23 @@ class Run:
         for index, layer in enumerate(self.layers):
             self.shared["load"][self.rank, index] = layer.load
             layer.load.zero_()
+        t1 = time.monotonic()
         if self.rank == 0:
             now = time.monotonic()
             self.spent_s += now - self.clock
             self.clock = now
             self.shared["spent"][0], self.shared["now"][0] = self.spent_s, now
         self._wait()
+        t2 = time.monotonic()
         self.step += 1
         with torch.no_grad():
             for item in self.owned:
                 item.update(share=share, step=self.step, settings=self.settings)
             if self.rank == 0:
                 self._balance(share)
+        t3 = time.monotonic()
         self._wait()
+        self.times[self.rank] += torch.tensor([t1 - t0, t2 - t1, t3 - t2, time.monotonic() - t3])
         return float(losses.detach().mean())
 
     def _balance(self, share: float) -> None:
@@ -506,6 +546,7 @@ def start(settings: Settings) -> None:
         "gradients": [torch.zeros(size).share_memory_() for _ in range(NUM_RANKS)],
         "load": torch.zeros(NUM_RANKS, num_sparse, config.num_experts).share_memory_(),
         "probe": torch.zeros(NUM_RANKS, num_probes, 3, dtype=torch.float64).share_memory_(),
+        "times": torch.zeros(NUM_RANKS, 4).share_memory_(),
         "spent": torch.zeros(1, dtype=torch.float64).share_memory_(),
         "now": torch.zeros(1, dtype=torch.float64).share_memory_(),
         "barrier": context.Barrier(NUM_RANKS),

@@ -222,13 +222,17 @@ class ExpertCache:
                 self.capacities = capacities
 
     def forget(self, layer: int) -> IntArray:
-        """Drop all residents of a layer, after a forward that failed in it; their slots [N]."""
-        experts = self.resident_ids(layer)
-        slots: IntArray = self._slot_of[layer][experts]
+        """Drop all residents of a layer, after a forward that failed in it; their slots [N].
+
+        Also mends the tables where a plan of that layer was cut short by an interrupt.
+        """
+        slots: IntArray = (self._owner // self.shape.num_experts == layer).nonzero()[0]
         self._owner[slots] = -1
         self._slot_of[layer] = -1
-        self._add_residents(layer, -len(experts))
-        self._free.extend(slots.tolist())
+        # Made anew from the owners, not adjusted: these may be a step ahead or behind.
+        self._free = deque((self._owner < 0).nonzero()[0].tolist())
+        self._num_resident[layer] = 0
+        self._num_resident_total = sum(self._num_resident)
         return slots
 
     def _take(self, layer: int, expert: int, slot: int) -> None:

@@ -54,7 +54,7 @@ from oled_moe.config import (
     check_int,
     format_size,
 )
-from oled_moe.errors import ConfigError, InputError, OledMoeError
+from oled_moe.errors import ConfigError, DoesNotFitError, InputError, OledMoeError
 
 if TYPE_CHECKING:
     from oled_moe.demo_screen import Answer, Question
@@ -293,6 +293,8 @@ def doctor(
         _print_json(checkup)
     else:
         _print_checkup(checkup)
+    is_fitting = checkup["fit"] is None or checkup["fit"]["is_fitting"]
+    return 0 if is_fitting else DoesNotFitError.exit_code
 
 
 @app.command(cls=PanelCommand, short_help="Say what a checkpoint holds, without loading it.")
@@ -472,7 +474,7 @@ def _print_rows(rows: Rows, *, stream: TextIO | None = None) -> None:
     indent = max(len(label) for label, _ in rows) + 2
     width = shutil.get_terminal_size().columns if stream.isatty() else 10_000
     for label, value in rows:
-        lines = textwrap.wrap(value, max(20, width - indent)) or [""]
+        lines = textwrap.wrap(value, max(20, width - indent), break_on_hyphens=False) or [""]
         print(f"{label:<{indent}}{lines[0]}".rstrip(), file=stream)
         for line in lines[1:]:
             print(" " * indent + line, file=stream)
@@ -607,6 +609,8 @@ def _run_demo(config: EngineConfig, num_questions: int, *, is_quiet: bool) -> De
         if console is not None:
             _introduce(engine, len(questions))
         offloaded = _ask_all(engine, questions, console)
+    if console is not None:
+        print("The same again with all experts in memory.")
     with _open_engine("demo", replace(config, expert_memory="100%")) as engine:
         resident = _ask_all(engine, questions, None)
     run = DemoRun(offloaded, resident, num_experts, facts)
@@ -618,10 +622,11 @@ def _run_demo(config: EngineConfig, num_questions: int, *, is_quiet: bool) -> De
 def _introduce(engine: "Engine", num_questions: int) -> None:
     plan, config = engine.memory_plan, engine.config
     all_bytes = plan.shape.num_experts_total * plan.shape.expert_bytes
-    print(
+    words = (
         "A small diffusion model that comes with oled-moe answers "
         f"{count(num_questions, 'question')} that it has not seen in training."
     )
+    print(_wrapped(words))
     rows = [
         (
             "experts",
@@ -642,11 +647,13 @@ def _ask_all(engine: "Engine", questions: "Sequence[Question]", console: Any) ->
     from oled_moe.demo_screen import Asked, answer_lines, watch
 
     answers = []
-    with _status_line(is_quiet=console is not None) as say:
+    with _status_line() as say:
         say("warming up")
         Asked(engine, questions[0]).answer()
+        say("")
         for i, question in enumerate(questions, start=1):
-            say(f"question {i} of {len(questions)}, all experts in memory")
+            if console is None:
+                say(f"question {i} of {len(questions)}")
             asked = Asked(engine, question)
             if console is not None and console.is_terminal:
                 answer = watch(console, asked, heading=f"{i}  {question.text}")
@@ -659,13 +666,12 @@ def _ask_all(engine: "Engine", questions: "Sequence[Question]", console: Any) ->
 
 
 def _print_outcome(run: DemoRun) -> None:
-    num_correct = sum(answer.is_correct for answer in run.offloaded)
-    print(f"{num_correct} of {len(run.offloaded)} answers are right.")
     if run.is_same:
-        print("With all experts in memory: the same tokens.")
+        print("Both runs gave the same tokens.")
     else:
-        print("With all experts in memory: other tokens. That must not be; please report it.")
-    print()
+        print("The two runs gave other tokens. That must not be; please report it.")
+    num_correct = sum(answer.is_correct for answer in run.offloaded)
+    print(f"{num_correct} of {len(run.offloaded)} answers are right.\n")
     first = f"{run.offloaded[0].result.stats.max_resident_experts} experts"
     rows = comparison_rows(_combined(run.offloaded), _combined(run.resident), run.num_experts)
     _print_table(("", first, "all experts"), rows)
@@ -812,4 +818,4 @@ def _print_checkup(checkup: Mapping[str, Any]) -> None:
 def _wrapped(text: str) -> str:
     if not sys.stdout.isatty():
         return text
-    return textwrap.fill(text, shutil.get_terminal_size().columns)
+    return textwrap.fill(text, shutil.get_terminal_size().columns, break_on_hyphens=False)

@@ -25,7 +25,7 @@ Observer = Callable[[LayerDemand, LayerPlan], None]
 
 @dataclass(slots=True)
 class PendingLayer:
-    """A layer whose copies and CPU experts are under way."""
+    """A layer whose copies and CPU experts are under way; `events` of all kernels submitted."""
 
     demand: LayerDemand
     plan: LayerPlan
@@ -33,7 +33,7 @@ class PendingLayer:
     out_ND: Tensor
     order_N: IntArray
     rows_of: dict[int, slice]
-    cpu_events: list[Event]
+    events: list[Event]
 
 
 class OffloadedExperts:
@@ -64,6 +64,8 @@ class OffloadedExperts:
         self._compute_lane = compute_lane
         self._cpu_lane = cpu_lane
         self._host_store = host_store
+        # The layer between `start` and the end of `finish`, and the events of what it runs.
+        self._unfinished: tuple[int, list[Event]] | None = None
 
     def start(
         self,
@@ -77,6 +79,9 @@ class OffloadedExperts:
 
         Shapes: ids int64 [T, K]; gate weights fp32 [T, K], normalised, before any scaling.
         """
+        if self._unfinished is not None:
+            # Whoever called was interrupted between the two, by Ctrl-C for instance.
+            self._abandon()
         # The layer's one device-to-host synchronisation.
         topk_ids = topk_ids_TK.numpy()
         gate_weights = gate_weights_TK.numpy()
@@ -84,10 +89,11 @@ class OffloadedExperts:
         demand = LayerDemand.from_routing(
             layer, context, topk_ids, gate_weights, num_experts=self.cache.shape.num_experts
         )
-        plan = self.cache.plan(demand)
-        self.planning_s += time.perf_counter() - start_s
-        cpu_events: list[Event] = []
+        events: list[Event] = []
+        self._unfinished = (layer, events)
         try:
+            plan = self.cache.plan(demand)
+            self.planning_s += time.perf_counter() - start_s
             self.pool.apply(demand, plan)
             order_N = np.argsort(topk_ids.ravel(), kind="stable")
             rows_ND = hidden_TD[torch.from_numpy(order_N // topk_ids.shape[1])]
@@ -95,11 +101,11 @@ class OffloadedExperts:
             rows = map(slice, [0, *ends[:-1]], ends)
             rows_of = dict(zip(demand.expert_ids.tolist(), rows, strict=True))
             pending = PendingLayer(
-                demand, plan, rows_ND, torch.empty_like(rows_ND), order_N, rows_of, cpu_events
+                demand, plan, rows_ND, torch.empty_like(rows_ND), order_N, rows_of, events
             )
             self._submit_cpu_experts(pending)
         except BaseException:
-            self._abandon(layer, cpu_events)
+            self._abandon()
             raise
         return pending
 
@@ -109,21 +115,21 @@ class OffloadedExperts:
         Shapes: weights fp32 [T, K], final mixing weights in router order.
         Raises: what a copy or kernel raised; the layer's residents are forgotten then.
         """
-        events: list[Event] = []
         try:
-            self._submit_device_experts(pending, events)
-            for event in (*events, *pending.cpu_events):
+            self._submit_device_experts(pending)
+            for event in pending.events:
                 event.wait()
             self.pool.release(pending.plan)
         except BaseException:
-            self._abandon(pending.demand.layer, [*events, *pending.cpu_events])
+            self._abandon()
             raise
+        self._unfinished = None
         for observer in self.observers:
             observer(pending.demand, pending.plan)
         return _combine(pending.out_ND, pending.order_N, weights_TK)
 
-    def _submit_device_experts(self, pending: PendingLayer, events: list[Event]) -> None:
-        plan, pool = pending.plan, self.pool
+    def _submit_device_experts(self, pending: PendingLayer) -> None:
+        plan, pool, events = pending.plan, self.pool, pending.events
         for expert, slot in zip(plan.hit_ids.tolist(), plan.hit_slots.tolist(), strict=True):
             work = self._work(pending, expert, pool.weights(slot), self._kernel)
             events.append(self._compute_lane.submit(work))
@@ -141,7 +147,7 @@ class OffloadedExperts:
         for expert in pending.plan.cpu_ids.tolist():
             weights = self._host_store.weights(pending.demand.layer, expert)
             work = self._work(pending, expert, weights, self._cpu_kernel)
-            pending.cpu_events.append(self._cpu_lane.submit(work))
+            pending.events.append(self._cpu_lane.submit(work))
 
     def _work(
         self, pending: PendingLayer, expert: int, weights: ExpertWeights, kernel: ExpertKernel
@@ -153,10 +159,13 @@ class OffloadedExperts:
 
         return work
 
-    def _abandon(self, layer: int, events: list[Event]) -> None:
+    def _abandon(self) -> None:
         """Let everything under way end, then forget the layer: a slot may hold half an expert."""
+        assert self._unfinished is not None
+        layer, events = self._unfinished
         self.pool.drain(events)
         self.cache.forget(layer)
+        self._unfinished = None
 
 
 def _combine(out_ND: Tensor, order_N: IntArray, weights_TK: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def plan_memory(
     if extra_bytes > usable_bytes and not config.force:
         raise DoesNotFitError(
             f"the plan needs {format_size(extra_bytes)} more memory and {format_size(usable_bytes)}"
-            f" are free: {_remedy(plan, usable_bytes)}"
+            f" are free: {_remedy(config, plan, usable_bytes)}, or pass force to try all the same"
         )
     return plan
 
@@ -126,14 +126,14 @@ def _expert_budget(
             )
         return budget
     if config.memory is not None:
-        memory = parse_size("memory", config.memory)
+        memory = parse_size("memory", config.memory, whole_bytes=usable_bytes + model.process_bytes)
         budget = memory - model.total_bytes
         if budget < shape.expert_bytes:
             least = model.total_bytes + shape.expert_bytes
             raise DoesNotFitError(
                 f"memory is {format_size(memory)}, but everything except expert slots takes "
                 f"{format_size(model.total_bytes)} and one slot {format_size(shape.expert_bytes)}; "
-                f"raise memory to {format_size(least)} or more, or lower max_model_len"
+                f"raise memory to {least} bytes or more, or lower max_model_len"
             )
         return budget
     others = model.total_bytes - model.process_bytes
@@ -163,17 +163,21 @@ def _staging_beside(num_slots: int, shape: MoeShape) -> int:
     return min(missing, MAX_STAGING, max(2, num_slots // _SLOTS_PER_STAGING))
 
 
-def _remedy(plan: MemoryPlan, usable_bytes: int) -> str:
+def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int) -> str:
     """Which number to change, and to what."""
-    model, expert_bytes = plan.model, plan.shape.expert_bytes
+    model, shape = plan.model, plan.shape
     left = usable_bytes - (model.total_bytes - model.process_bytes)
-    if left >= expert_bytes:
+    if left < shape.expert_bytes:
         return (
-            f"lower expert_memory to {format_size(left)} "
-            f"(experts_per_layer {left // expert_bytes / plan.shape.num_layers:.3g}), "
-            "or pass force to try all the same"
+            "even one expert slot does not fit beside the rest of the model; lower max_model_len "
+            "or max_num_seqs, close other programs"
         )
-    return (
-        "even one expert slot does not fit beside the rest of the model; lower max_model_len or "
-        "max_num_seqs, close other programs, or pass force to try all the same"
-    )
+    if config.memory is not None:
+        return f"lower memory to {left + model.total_bytes} bytes"
+    if config.experts_per_layer is None:
+        return f"lower expert_memory to {left} bytes"
+    num_free = left // shape.expert_bytes
+    fitting = [n for n in range(num_free + 1) if n + _staging_beside(n, shape) <= num_free]
+    if not fitting:
+        return f"give expert_memory {left} bytes instead of experts_per_layer"
+    return f"lower experts_per_layer to {fitting[-1] / shape.num_layers:.6g}"
