@@ -195,7 +195,7 @@ def test_plans_hold_the_rule_and_the_invariants(policy: str, data: st.DataObject
             candidates = before | set(plan.load_ids.tolist())
             best = naive[layer].best(candidates, limit, demand.context.forward_id)
             assert set(cache.resident_ids(layer).tolist()) == best
-            assert plan.capacity == cache.capacities[layer]
+            assert plan.capacity == max(int(cache.capacities[layer]), len(before))
             if not cache.has_cpu_experts or not is_oled:
                 assert not len(plan.cpu_ids)
         cache.end_forward(is_denoise=demands[0].context.is_denoise)

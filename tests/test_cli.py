@@ -16,6 +16,7 @@ from checkpoints import synthetic_llada2, write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import oled_moe.engine
+import oled_moe.inspection
 import oled_moe.profiler
 from oled_moe import cli_flags, demo_screen
 from oled_moe.cli import main
@@ -441,7 +442,7 @@ def quick_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     measure = oled_moe.profiler.measure_hardware
     monkeypatch.setattr(oled_moe.profiler, "_MIN_WORKING_SET_BYTES", 2**21)
     monkeypatch.setattr(
-        oled_moe.profiler, "measure_hardware", lambda **given: measure(**given, effort=small)
+        oled_moe.inspection, "measure_hardware", lambda **given: measure(**given, effort=small)
     )
 
 

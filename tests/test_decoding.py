@@ -31,6 +31,7 @@ from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import Model
 from oled_moe.types import ForwardContext, ForwardRow, Phase, TokenState
+from oled_moe.unmasking import sample
 
 VOCABULARY, MASK, EOS = 12, 11, 10
 # All tokens up to the end of the block at work -> logits of that block [B, V].
@@ -242,7 +243,7 @@ REFERENCES = {"low_confidence": reference_low_confidence, "joint_threshold": ref
 PROMPTS = st.lists(st.integers(0, VOCABULARY - 1), max_size=11)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=40)
 @given(
     algorithm=st.sampled_from(sorted(REFERENCES)),
     seed=st.integers(0, 10**6),
@@ -381,8 +382,6 @@ def found_prefix(found: Run, length: int) -> list[int]:
 
 
 def _best_of(logits: Tensor) -> tuple[list[int], list[float]]:
-    from oled_moe.unmasking import sample
-
     best_ids, confidence = sample(logits.clone(), params(), None)
     return best_ids.tolist(), confidence.tolist()
 
@@ -613,12 +612,14 @@ def test_eos_with_and_without_early_stop(early: bool) -> None:
 # --- prefill, contexts, sampling
 
 
-@pytest.mark.parametrize("num_tokens", [1, MAX_PREFILL_TOKENS, MAX_PREFILL_TOKENS + 4, 5000])
-@pytest.mark.parametrize("block_length", [4, 3000])
+@pytest.mark.parametrize(
+    ("num_tokens", "block_length"),
+    [(1, 4), (2048, 4), (2052, 4), (5000, 4), (2999, 3000), (6001, 3000)],
+)
 def test_long_prompts_are_prefilled_in_whole_blocks(num_tokens: int, block_length: int) -> None:
     prompt = [1 + i % 7 for i in range(num_tokens)]
     chosen = params(max_tokens=1, block_length=block_length, steps=1, threshold=0.0)
-    found = run(answering([1]), prompt, chosen)
+    found = run(lambda seen, length: torch.zeros(length, VOCABULARY), prompt, chosen)
     phases = found.model.phases()
     sizes = [
         len(batch.token_ids)
@@ -657,7 +658,7 @@ def test_seeds_of_a_request() -> None:
     assert MASK not in answer(3, flat)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     algorithm=st.sampled_from(sorted(REFERENCES)),
     seed=st.integers(0, 10**6),
@@ -725,7 +726,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     path = write_checkpoint(
         tmp_path_factory.mktemp("model"), synthetic_llada2(CONFIG, seed=3), CONFIG
     )
-    with Engine(path, EngineConfig(experts_per_layer=3)) as engine:
+    with Engine(path, EngineConfig(experts_per_layer=8)) as engine:
         yield engine
 
 
@@ -769,8 +770,7 @@ class Recording:
 
 
 @pytest.mark.parametrize("algorithm", sorted(REFERENCES))
-@pytest.mark.parametrize("num_prompt", [0, 3, 8, 21])
-@pytest.mark.parametrize("block_length", [4, 8])
+@pytest.mark.parametrize(("num_prompt", "block_length"), [(0, 8), (3, 4), (21, 8)])
 def test_the_prefix_cache_is_exact(
     engine: Engine, algorithm: str, num_prompt: int, block_length: int
 ) -> None:

@@ -99,30 +99,36 @@ class ExpertCache:
         """
         layer = demand.layer
         capacity = int(self.capacities[layer])
+        # A layer that has yet to shrink still holds, and is measured by, what it had.
+        num_held = max(capacity, self._num_resident[layer])
         slot_of = self._slot_of[layer]
         slots = slot_of[demand.expert_ids]
         is_hit = slots >= 0
         hit_ids = demand.expert_ids[is_hit]
         if self.is_complete:
-            return LayerPlan(hit_ids, slots, _NONE, _NONE, _NONE, _NONE, capacity)
-        self._observe(demand, len(hit_ids), capacity)
-        if len(hit_ids) == len(demand.expert_ids) and self._num_resident[layer] <= capacity:
-            return LayerPlan(hit_ids, slots, _NONE, _NONE, _NONE, _NONE, capacity)
-        return self._plan_misses(demand, is_hit, slots[is_hit], capacity)
+            return LayerPlan(hit_ids, slots, _NONE, _NONE, _NONE, _NONE, num_held)
+        self._observe(demand, len(hit_ids), num_held)
+        if len(hit_ids) == len(demand.expert_ids) and num_held == capacity:
+            return LayerPlan(hit_ids, slots, _NONE, _NONE, _NONE, _NONE, num_held)
+        return self._plan_misses(demand, is_hit, slots[is_hit], num_held)
 
-    def _observe(self, demand: LayerDemand, num_hits: int, capacity: int) -> None:
+    def _observe(self, demand: LayerDemand, num_hits: int, num_held: int) -> None:
         self.policy.retention.observe(demand)
+        self.policy.dispatch.observe(demand)
         if demand.context.is_denoise:
             self.policy.allocation.observe(
                 demand.layer,
                 activation_ratio=len(demand.expert_ids) / self.shape.num_experts,
-                utilization=num_hits / capacity if capacity else 0.0,
+                utilization=num_hits / num_held if num_held else 0.0,
             )
 
     def _plan_misses(
-        self, demand: LayerDemand, is_hit: BoolArray, hit_slots: IntArray, capacity: int
+        self, demand: LayerDemand, is_hit: BoolArray, hit_slots: IntArray, num_held: int
     ) -> LayerPlan:
         layer, slot_of = demand.layer, self._slot_of[demand.layer]
+        # Until shrinking layers have given slots up, growing ones wait (policies.md 5.5).
+        num_free = self.num_slots - self._num_resident_total
+        limit = min(int(self.capacities[layer]), self._num_resident[layer] + num_free)
         is_candidate = slot_of >= 0
         is_candidate[demand.expert_ids] = True
         candidates = is_candidate.nonzero()[0]
@@ -140,7 +146,7 @@ class ExpertCache:
                 demand.num_tokens[~is_hit],
                 score_of[load_ids],
                 score_of[hit_ids],
-                capacity,
+                limit,
             )
             to_cpu = self.policy.dispatch.split(misses)
             cpu_ids, load_ids = load_ids[to_cpu], load_ids[~to_cpu]
@@ -149,13 +155,10 @@ class ExpertCache:
                 candidates = is_candidate.nonzero()[0]
                 scores = score_of[candidates]
 
-        # Until shrinking layers have given slots up, growing ones wait (policies.md 5.5).
-        num_free = self.num_slots - self._num_resident_total
-        limit = min(capacity, self._num_resident[layer] + num_free)
         order = np.argsort(-scores, kind="stable")
         is_kept = np.zeros(self.shape.num_experts, dtype=np.bool_)
         is_kept[candidates[order[:limit]]] = True
-        return self._assign(demand, hit_ids, hit_slots, load_ids, cpu_ids, is_kept, capacity)
+        return self._assign(demand, hit_ids, hit_slots, load_ids, cpu_ids, is_kept, num_held)
 
     def _assign(
         self,
@@ -165,7 +168,7 @@ class ExpertCache:
         load_ids: IntArray,
         cpu_ids: IntArray,
         is_kept: BoolArray,
-        capacity: int,
+        num_held: int,
     ) -> LayerPlan:
         """Give each load a slot and bring the table to the state after the layer.
 
@@ -208,7 +211,7 @@ class ExpertCache:
             np.array(kept_slots + streamed_slots, dtype=np.int64),
             cpu_ids,
             touched[self._owner[touched] < 0],
-            capacity,
+            num_held,
         )
 
     def end_forward(self, *, is_denoise: bool) -> None:

@@ -57,18 +57,14 @@ from oled_moe.config import (
 from oled_moe.errors import ConfigError, DoesNotFitError, InputError, OledMoeError
 
 if TYPE_CHECKING:
-    from oled_moe.demo_screen import Answer, Question
+    from oled_moe.demo_screen import Answer, DemoRun, Question
     from oled_moe.engine import Engine, GenerationResult, StepEvent
-    from oled_moe.inspection import Fit
-    from oled_moe.memory import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-# The shape and dtype of LLaDA2-mini's experts, for machines measured without a model.
-DEFAULT_EXPERT = (2048, 512, "bfloat16")
 # The demo model is so small that a second thread costs more than it computes.
 DEMO_THREADS = 1
 
@@ -188,7 +184,7 @@ def demo(
     )
     run = _run_demo(config, num_questions, is_quiet=as_json)
     if as_json:
-        _print_json(run.to_dict())
+        _print_json({**run.to_dict(), "versions": _versions()})
     return 0 if run.is_same else 1
 
 
@@ -281,14 +277,28 @@ def doctor(
     ] = False,
     as_json: Json = False,
     log: LogFlags = LogFlags(),
-) -> None:
-    """Measure this machine, store what was found, and say whether MODEL fits."""
+) -> int:
+    """Measure this machine, store what was found, and say whether MODEL fits.
+
+    The exit code is 4 where it does not fit.
+    """
     _use(log)
     if device is not None:
         check_choice("device", device, DEVICES)
-    checkup = _check_machine(
-        model, device, is_quick=is_quick, directory=directory, threads=threads, saves=not is_unsaved
-    )
+    with _status_line() as say:
+        say("loading torch")
+        from oled_moe.inspection import check_machine
+
+        checkup = check_machine(
+            model,
+            device,
+            is_quick=is_quick,
+            directory=directory,
+            threads=threads,
+            saves=not is_unsaved,
+            hub_cache=_hub_cache(),
+            say=say,
+        )
     if as_json:
         _print_json(checkup)
     else:
@@ -515,6 +525,8 @@ def _print_answer(
 def _generation_dict(
     model: str, engine: "Engine", decoding: DecodingParams, result: "GenerationResult"
 ) -> dict[str, Any]:
+    from oled_moe.inspection import plan_to_dict
+
     return {
         "model": model,
         "text": result.text,
@@ -525,75 +537,20 @@ def _generation_dict(
         "policy": engine.policy.name,
         "hardware": engine.hardware.name,
         "hardware_source": engine.hardware_source,
-        "plan": _plan_dict(engine.memory_plan),
+        "plan": plan_to_dict(engine.memory_plan),
         "params": asdict(decoding),
         "versions": _versions(),
-    }
-
-
-def _plan_dict(plan: "MemoryPlan") -> dict[str, Any]:
-    return {
-        "num_slots": plan.num_slots,
-        "num_staging": plan.num_staging,
-        "num_experts": plan.shape.num_experts_total,
-        "expert_bytes": plan.shape.expert_bytes,
-        "expert_memory_bytes": plan.expert_memory_bytes,
-        "total_bytes": plan.total_bytes,
-        "lines": [{"what": what, "bytes": size} for what, size in plan.lines()],
     }
 
 
 # demo
 
 
-@dataclass(frozen=True, slots=True)
-class DemoRun:
-    """Answers of both runs, in the order of the questions."""
-
-    offloaded: "Sequence[Answer]"
-    resident: "Sequence[Answer]"
-    num_experts: int
-    facts: Mapping[str, Any]
-
-    @property
-    def is_same(self) -> bool:
-        return [a.result.token_ids for a in self.offloaded] == [
-            a.result.token_ids for a in self.resident
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The promise of `demo --json`."""
-        return {
-            "same_tokens": self.is_same,
-            "answers": [
-                {
-                    "question": answer.question.text,
-                    "family": answer.question.family,
-                    "expected": answer.question.expected,
-                    "answer": answer.text,
-                    "correct": answer.is_correct,
-                }
-                for answer in self.offloaded
-            ],
-            "num_experts": self.num_experts,
-            "offloaded": {**self.facts, "stats": _combined(self.offloaded)},
-            "resident": {**self.facts, "stats": _combined(self.resident)},
-            "versions": _versions(),
-        }
-
-
-def _combined(answers: "Sequence[Answer]") -> dict[str, Any]:
-    from oled_moe.metrics import combine_stats
-
-    results = [answer.result for answer in answers]
-    return asdict(combine_stats([r.stats for r in results], [len(r.token_ids) for r in results]))
-
-
-def _run_demo(config: EngineConfig, num_questions: int, *, is_quiet: bool) -> DemoRun:
+def _run_demo(config: EngineConfig, num_questions: int, *, is_quiet: bool) -> "DemoRun":
     """Both runs, told as they go unless `is_quiet`."""
     from rich.console import Console
 
-    from oled_moe.demo_screen import load_questions, pick_questions
+    from oled_moe.demo_screen import DemoRun, load_questions, pick_questions
     from oled_moe.engine import find_model
 
     questions = pick_questions(load_questions(find_model("demo")), num_questions)
@@ -665,7 +622,7 @@ def _ask_all(engine: "Engine", questions: "Sequence[Question]", console: Any) ->
     return answers
 
 
-def _print_outcome(run: DemoRun) -> None:
+def _print_outcome(run: "DemoRun") -> None:
     if run.is_same:
         print("Both runs gave the same tokens.")
     else:
@@ -673,121 +630,11 @@ def _print_outcome(run: DemoRun) -> None:
     num_correct = sum(answer.is_correct for answer in run.offloaded)
     print(f"{num_correct} of {len(run.offloaded)} answers are right.\n")
     first = f"{run.offloaded[0].result.stats.max_resident_experts} experts"
-    rows = comparison_rows(_combined(run.offloaded), _combined(run.resident), run.num_experts)
+    rows = comparison_rows(run.offloaded_stats, run.resident_stats, run.num_experts)
     _print_table(("", first, "all experts"), rows)
 
 
 # doctor
-
-
-def _check_machine(
-    model: str | None,
-    device: str | None,
-    *,
-    is_quick: bool,
-    directory: Path | None,
-    threads: int | None,
-    saves: bool,
-) -> dict[str, Any]:
-    """Measure, store the profiles, and judge the model, as one object for printing."""
-    with _status_line() as say:
-        say("loading torch")
-        import torch
-
-        from oled_moe.engine import find_model
-        from oled_moe.inspection import check_fit, describe_checkpoint, expert_times
-        from oled_moe.profiler import (
-            default_profile_path,
-            measure_hardware,
-            save_profile,
-            to_profile,
-            usable_memory_bytes,
-        )
-
-        hidden_size, intermediate_size, dtype = DEFAULT_EXPERT
-        fit = None
-        if model is not None:
-            summary = describe_checkpoint(model, hub_cache=_hub_cache())
-            hidden_size, intermediate_size = summary.hidden_size, summary.moe_intermediate_size
-            dtype = summary.expert_dtype
-            fit = check_fit(
-                model,
-                EngineConfig(device=device or "cpu", threads=threads),
-                usable_bytes=usable_memory_bytes(),
-                hub_cache=_hub_cache(),
-            )
-            directory = directory or find_model(model, hub_cache=_hub_cache())
-        measured = measure_hardware(
-            device=device or "cpu",
-            directory=directory or _default_directory(),
-            expert_shape=(hidden_size, intermediate_size),
-            dtype=getattr(torch, dtype),
-            threads=threads,
-            is_quick=is_quick,
-            report=lambda step: say(f"measuring {step}"),
-        )
-        runs_model = model is not None and fit is not None and fit.is_fitting and not is_quick
-        tokens_per_miss, source, notes = _tokens_per_miss(model if runs_model else "demo", say)
-        devices: dict[str, Any] = {}
-        for name in [device] if device is not None else DEVICES:
-            profile = to_profile(measured, name, mean_tokens_per_miss=tokens_per_miss)
-            path = default_profile_path(name)
-            if saves:
-                save_profile(profile, path)
-            devices[name] = {
-                **asdict(expert_times(profile, measured.expert_bytes)),
-                "profile": json.loads(profile.to_json()),
-                "stored_at": str(path) if saves else None,
-            }
-    first = next(iter(devices.values()))
-    return {
-        "model": model,
-        "t_h2d_s": first["t_h2d_s"],
-        "tau_s": first["tau_s"],
-        "mean_tokens_per_miss": tokens_per_miss,
-        "mean_tokens_per_miss_source": source,
-        "profile": first["profile"],
-        "devices": devices,
-        "disk_reads": [asdict(read) for read in measured.disk_reads],
-        "fit": _fit_dict(fit),
-        "warnings": [*measured.warnings, *notes],
-        "measurements": measured.to_dict(),
-        "versions": _versions(),
-    }
-
-
-def _default_directory() -> Path:
-    """Where models would be: the hub cache, else here."""
-    cache = _hub_cache() or Path.home() / ".cache" / "huggingface" / "hub"
-    return cache if cache.is_dir() else Path.cwd()
-
-
-def _tokens_per_miss(model: str | None, say: Callable[[str], None]) -> tuple[float, str, list[str]]:
-    """n̄, where it comes from, and warnings."""
-    from oled_moe.costs import DEFAULT_PROFILE
-    from oled_moe.inspection import measure_tokens_per_miss
-
-    model = model or "demo"
-    is_demo = model == "demo"
-    name = "the bundled demo model" if is_demo else model
-    try:
-        mean = measure_tokens_per_miss(
-            model,
-            threads=DEMO_THREADS if is_demo else None,
-            hub_cache=_hub_cache(),
-            progress=lambda what, done, total: say(f"{what}: {done} of {total}"),
-        )
-    except OledMoeError as error:
-        guess = DEFAULT_PROFILE.mean_tokens_per_miss
-        return guess, "a guess", [f"tokens per missed expert not measured: {error}"]
-    return mean, f"measured on {name}", []
-
-
-def _fit_dict(fit: "Fit | None") -> dict[str, Any] | None:
-    if fit is None:
-        return None
-    plan = None if fit.plan is None else _plan_dict(fit.plan)
-    return {"is_fitting": fit.is_fitting, "verdict": fit.verdict, "plan": plan}
 
 
 def _print_checkup(checkup: Mapping[str, Any]) -> None:

@@ -4,9 +4,10 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,6 +17,7 @@ from oled_moe.chat import chat_request, with_face_defaults
 from oled_moe.config import SamplingParams
 from oled_moe.engine import Engine, GenerationResult, StepEvent
 from oled_moe.errors import ModelNotFoundError
+from oled_moe.metrics import combine_stats
 
 QUESTIONS_NAME = "questions.json"
 MASK = "▒"
@@ -49,6 +51,55 @@ class Answer:
     @property
     def is_correct(self) -> bool:
         return self.question.expected in self.text
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRun:
+    """Answers with few experts in memory and with all, in the order of the questions."""
+
+    offloaded: Sequence[Answer]
+    resident: Sequence[Answer]
+    num_experts: int
+    facts: Mapping[str, Any]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both runs gave the same tokens."""
+        return [a.result.token_ids for a in self.offloaded] == [
+            a.result.token_ids for a in self.resident
+        ]
+
+    @property
+    def offloaded_stats(self) -> dict[str, Any]:
+        return _combined(self.offloaded)
+
+    @property
+    def resident_stats(self) -> dict[str, Any]:
+        return _combined(self.resident)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `demo --json` promises."""
+        return {
+            "same_tokens": self.is_same,
+            "answers": [
+                {
+                    "question": answer.question.text,
+                    "family": answer.question.family,
+                    "expected": answer.question.expected,
+                    "answer": answer.text,
+                    "correct": answer.is_correct,
+                }
+                for answer in self.offloaded
+            ],
+            "num_experts": self.num_experts,
+            "offloaded": {**self.facts, "stats": self.offloaded_stats},
+            "resident": {**self.facts, "stats": self.resident_stats},
+        }
+
+
+def _combined(answers: Sequence[Answer]) -> dict[str, Any]:
+    results = [answer.result for answer in answers]
+    return asdict(combine_stats([r.stats for r in results], [len(r.token_ids) for r in results]))
 
 
 def load_questions(directory: Path) -> list[Question]:

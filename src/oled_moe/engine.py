@@ -165,7 +165,7 @@ class Engine:
         family = find_family(checkpoint.config)
         self.model_config = family.config(checkpoint.config)
         self.tokenizer = Tokenizer.load(self.path)
-        self.sampling_defaults = _sampling_defaults(checkpoint, self.model_config, self.tokenizer)
+        self.sampling_defaults = sampling_defaults_of(checkpoint, self.model_config, self.tokenizer)
         self.max_model_len = config.max_model_len or min(
             self.model_config.max_positions, DEFAULT_MODEL_LEN
         )
@@ -177,8 +177,8 @@ class Engine:
         self.hardware, self.hardware_source = _find_hardware(config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        sizes = _WeightSizes.of(checkpoint, family, self.model_config, config)
-        self.memory_plan = _plan(
+        sizes = WeightSizes.of(checkpoint, family, self.model_config, config)
+        self.memory_plan = plan_model(
             config, self.model_config, sizes, self.max_model_len, self.hardware
         )
         costs = CostModel.from_profile(self.hardware, sizes.layout.weight_bytes)
@@ -431,7 +431,7 @@ class _TextStream:
         )
 
 
-def _sampling_defaults(
+def sampling_defaults_of(
     checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None
 ) -> SamplingParams:
     """What the checkpoint says: ids from config.json first, then generation_config.json."""
@@ -479,7 +479,7 @@ def _find_hardware(config: EngineConfig) -> tuple[HardwareProfile, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _WeightSizes:
+class WeightSizes:
     """What the headers say about sizes, before anything is read. Units: bytes."""
 
     layout: ExpertLayout
@@ -489,7 +489,7 @@ class _WeightSizes:
     @classmethod
     def of(
         cls, checkpoint: Checkpoint, family: Family, config: ModelConfig, wanted: EngineConfig
-    ) -> "_WeightSizes":
+    ) -> "WeightSizes":
         weight_map, kept = family.weight_map(config), family.kept_dtypes(config)
         stored, dense = torch.bfloat16, []
         for record in checkpoint.tensors.values():
@@ -512,13 +512,17 @@ class _WeightSizes:
         return cls(layout, dense_bytes, dtype != stored)
 
 
-def _plan(
+def plan_model(
     config: EngineConfig,
     model: ModelConfig,
-    sizes: _WeightSizes,
+    sizes: WeightSizes,
     max_model_len: int,
     hardware: HardwareProfile,
 ) -> MemoryPlan:
+    """The memory plan of a model, from its config and headers alone.
+
+    Raises: ConfigError, DoesNotFitError (see `plan_memory`).
+    """
     layout, itemsize = sizes.layout, sizes.layout.dtype.itemsize
     shape = MoeShape(model.num_moe_layers, model.num_experts, model.top_k, layout.slot_bytes)
     kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize

@@ -1,36 +1,49 @@
 """What a person asks of a checkpoint or a machine before a model runs, as plain values.
 
-Checkpoints are described from JSON files and headers alone: no weight is read here, except by
-`measure_tokens_per_miss`, which runs a model for a moment.
+Checkpoints are described from JSON files and headers alone: no weight is read here, except where
+`measure_tokens_per_miss` runs a model for a moment.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from oled_moe.checkpoint import Checkpoint, TensorRecord
-from oled_moe.config import EngineConfig, SamplingParams, format_size
+from oled_moe.config import DEVICES, EngineConfig, SamplingParams, format_size
 from oled_moe.costs import DEFAULT_PROFILE, CostModel, HardwareProfile
 from oled_moe.engine import (
     DEFAULT_MODEL_LEN,
+    DEMO_MODEL,
     Engine,
     Progress,
-    _plan,
-    _sampling_defaults,
-    _WeightSizes,
+    WeightSizes,
     find_model,
+    plan_model,
+    sampling_defaults_of,
 )
-from oled_moe.errors import CheckpointError, DoesNotFitError
+from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
 from oled_moe.memory import MemoryPlan
 from oled_moe.models import Family, ModelConfig, find_family
+from oled_moe.profiler import (
+    default_profile_path,
+    measure_hardware,
+    save_profile,
+    to_profile,
+    usable_memory_bytes,
+)
 from oled_moe.store import ExpertPart
 from oled_moe.tokenization import Tokenizer
 from oled_moe.types import LayerDemand, LayerPlan
 
+# The experts of LLaDA2-mini, for machines that are measured without a model.
+DEFAULT_EXPERT_SHAPE = (2048, 512)
+DEFAULT_EXPERT_DTYPE = "bfloat16"
 _PACKAGES = ("torch", "numpy", "tokenizers", "jinja2", "psutil", "rich", "typer")
 _PROMPT = "What is 12 + 30?"
 
@@ -86,7 +99,7 @@ def describe_checkpoint(model: str | Path, *, hub_cache: Path | None = None) -> 
     config = family.config(checkpoint.config)
     contents = _sort_tensors(checkpoint, family, config)
     tokenizer = Tokenizer.load(checkpoint.path)
-    defaults = _sampling_defaults(checkpoint, config, tokenizer)
+    defaults = sampling_defaults_of(checkpoint, config, tokenizer)
     routed = [record for _, record in contents.parts]
     routed_bytes = sum(record.num_bytes for record in routed)
     dtypes: dict[str, int] = {}
@@ -195,6 +208,24 @@ class Fit:
     verdict: str
     plan: MemoryPlan | None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        plan = None if self.plan is None else plan_to_dict(self.plan)
+        return {"is_fitting": self.is_fitting, "verdict": self.verdict, "plan": plan}
+
+
+def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
+    """A memory plan as plain JSON values."""
+    return {
+        "num_slots": plan.num_slots,
+        "num_staging": plan.num_staging,
+        "num_experts": plan.shape.num_experts_total,
+        "expert_bytes": plan.shape.expert_bytes,
+        "expert_memory_bytes": plan.expert_memory_bytes,
+        "total_bytes": plan.total_bytes,
+        "lines": [{"what": what, "bytes": size} for what, size in plan.lines()],
+    }
+
 
 def check_fit(
     model: str | Path, config: EngineConfig, *, usable_bytes: int, hub_cache: Path | None = None
@@ -203,10 +234,10 @@ def check_fit(
     checkpoint = Checkpoint.open(find_model(model, hub_cache=hub_cache))
     family = find_family(checkpoint.config)
     model_config = family.config(checkpoint.config)
-    sizes = _WeightSizes.of(checkpoint, family, model_config, config)
+    sizes = WeightSizes.of(checkpoint, family, model_config, config)
     max_model_len = config.max_model_len or min(model_config.max_positions, DEFAULT_MODEL_LEN)
     try:
-        plan = _plan(config, model_config, sizes, max_model_len, DEFAULT_PROFILE)
+        plan = plan_model(config, model_config, sizes, max_model_len, DEFAULT_PROFILE)
     except DoesNotFitError as error:
         return Fit(False, f"It does not fit: {error}.", None)
     needs = f"The plan takes {format_size(plan.total_bytes)}; {format_size(usable_bytes)} are free."
@@ -283,6 +314,91 @@ def expert_times(profile: HardwareProfile, expert_bytes: int) -> ExpertTimes:
         cpu_s / profile.mean_tokens_per_miss,
         cpu_s / (cpu_s + costs.transfer_s),
     )
+
+
+def check_machine(
+    model: str | None,
+    device: str | None,
+    *,
+    is_quick: bool,
+    directory: Path | None,
+    threads: int | None,
+    saves: bool,
+    hub_cache: Path | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure, store the profiles of `device` or of all, and judge `model`: plain JSON values.
+
+    Without a model, experts of LLaDA2-mini are measured. n̄ comes from a run of the model where it
+    fits and there is time, else of the bundled one. `say` is told what is going on.
+    Raises: as `describe_checkpoint` and `measure_hardware`.
+    """
+    (hidden_size, intermediate_size), dtype = DEFAULT_EXPERT_SHAPE, DEFAULT_EXPERT_DTYPE
+    fit = None
+    if model is not None:
+        summary = describe_checkpoint(model, hub_cache=hub_cache)
+        hidden_size, intermediate_size = summary.hidden_size, summary.moe_intermediate_size
+        dtype = summary.expert_dtype
+        config = EngineConfig(device=device or "cpu", threads=threads)
+        fit = check_fit(model, config, usable_bytes=usable_memory_bytes(), hub_cache=hub_cache)
+        directory = directory or summary.path
+    measured = measure_hardware(
+        device=device or "cpu",
+        directory=directory or _default_directory(hub_cache),
+        expert_shape=(hidden_size, intermediate_size),
+        dtype=getattr(torch, dtype),
+        threads=threads,
+        is_quick=is_quick,
+        report=lambda step: say(f"measuring {step}"),
+    )
+    runs_model = model is not None and fit is not None and fit.is_fitting and not is_quick
+    say("measuring tokens per missed expert")
+    mean, source, notes = _tokens_per_miss(model if runs_model else None, hub_cache)
+    devices = {}
+    for name in DEVICES if device is None else (device,):
+        profile = to_profile(measured, name, mean_tokens_per_miss=mean)
+        path = default_profile_path(name)
+        if saves:
+            save_profile(profile, path)
+        devices[name] = {
+            **asdict(expert_times(profile, measured.expert_bytes)),
+            "profile": json.loads(profile.to_json()),
+            "stored_at": str(path) if saves else None,
+        }
+    first = next(iter(devices.values()))
+    return {
+        "model": model,
+        "t_h2d_s": first["t_h2d_s"],
+        "tau_s": first["tau_s"],
+        "mean_tokens_per_miss": mean,
+        "mean_tokens_per_miss_source": source,
+        "profile": first["profile"],
+        "devices": devices,
+        "disk_reads": [asdict(read) for read in measured.disk_reads],
+        "fit": None if fit is None else fit.to_dict(),
+        "warnings": [*measured.warnings, *notes],
+        "measurements": measured.to_dict(),
+        "versions": package_versions(),
+    }
+
+
+def _default_directory(hub_cache: Path | None) -> Path:
+    """Where models would be: the hub cache, else here."""
+    cache = hub_cache or Path.home() / ".cache" / "huggingface" / "hub"
+    return cache if cache.is_dir() else Path.cwd()
+
+
+def _tokens_per_miss(model: str | None, hub_cache: Path | None) -> tuple[float, str, list[str]]:
+    """n̄ of a model, None for the bundled one; where it comes from; warnings."""
+    is_bundled = model is None or model == DEMO_MODEL
+    try:
+        mean = measure_tokens_per_miss(
+            model or DEMO_MODEL, threads=1 if is_bundled else None, hub_cache=hub_cache
+        )
+    except OledMoeError as error:
+        guess = DEFAULT_PROFILE.mean_tokens_per_miss
+        return guess, "a guess", [f"tokens per missed expert not measured: {error}"]
+    return mean, f"measured on {'the bundled demo model' if is_bundled else model}", []
 
 
 def package_versions() -> dict[str, str]:

@@ -17,8 +17,17 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from oled_moe.errors import CheckpointError, InputError
 
-ROLE_END = "<|role_end|>"
 MASK_NAMES = ("<|mask|>", "<|MASK|>")
+# What running somebody's template over somebody's messages can raise.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class Tokenizer:
@@ -51,12 +60,21 @@ class Tokenizer:
         template = settings.get("chat_template")
         own_file = directory / "chat_template.jinja"
         if own_file.is_file():
-            template = own_file.read_text(encoding="utf-8")
+            template = _read_text(own_file)
         return cls(raw, settings, template if isinstance(template, str) else None)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids; special tokens written in the text are recognised, none are added."""
-        ids: list[int] = self._raw.encode(text, add_special_tokens=False).ids
+        """Token ids; special tokens written in the text are recognised, none are added.
+
+        Raises: InputError for text that is not valid Unicode.
+        """
+        try:
+            ids: list[int] = self._raw.encode(text, add_special_tokens=False).ids
+        # What Python calls a string and UTF-8 cannot write: half of a surrogate pair.
+        except TypeError:
+            raise InputError(
+                "the text is not valid Unicode (it holds half of a surrogate pair); send UTF-8"
+            ) from None
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -108,7 +126,7 @@ class Tokenizer:
                 **{name: token for name, token in specials.items() if token is not None},
                 **variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise InputError(f"the chat template refused the messages: {error}") from None
 
     def _special(self, name: str) -> str | None:
@@ -121,12 +139,19 @@ class Tokenizer:
         return None if token is None else self.token_id(token)
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str:
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); download it again") from None
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
         return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    try:
+        settings = json.loads(_read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); download it again") from None
     if not isinstance(settings, dict):
         raise CheckpointError(f"{path}: is not a JSON object; download it again")
@@ -141,8 +166,10 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _to_json(
+    value: Any, indent: int | None = None, *, ensure_ascii: bool = False, **options: Any
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -132,7 +132,8 @@ class LayerPlan:
     Every demanded expert is in exactly one of hits, loads and cpu. Copies are issued in the order
     of `load_ids`; a slot may appear twice in `load_slots` (a staging slot refilled within the
     layer), and may be the slot of a hit that is evicted: each refill waits for its last reader.
-    `freed_slots` hold nothing wanted once the layer is done; one may be named twice.
+    `freed_slots` hold nothing wanted once the layer is done; one may be named twice. `capacity`
+    is what utilisation is measured by: the layer's slots, or more where it has yet to shrink.
     Shapes: all int64, hit_ids and cpu_ids ascending; freed_slots in any order.
     """
 

@@ -6,6 +6,7 @@ Legend: T tokens, D hidden, Q query heads, G key/value heads, H head size, K exp
 """
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,13 +80,11 @@ class Config:
         num_layers = read.whole("num_hidden_layers")
         num_experts = read.whole("num_experts")
         rope = values.get("rope_parameters") or {}
-        if not isinstance(rope, Mapping):
-            raise read.error("rope_parameters", "an object")
-        rotary_share = read.real(
-            "partial_rotary_factor",
-            default=rope.get("partial_rotary_factor", _rotary_share(values, head_size)),
-            maximum=1.0,
-        )
+        rotary_size = read.whole("rotary_dim", default=head_size // 2)
+        nested = rope.get("partial_rotary_factor")
+        if nested is not None or values.get("partial_rotary_factor") is not None:
+            share = read.real("partial_rotary_factor", default=nested, maximum=1.0)
+            rotary_size = int(head_size * share)
         config = cls(
             vocab_size=read.whole("vocab_size"),
             hidden_size=hidden_size,
@@ -97,7 +96,7 @@ class Config:
             num_kv_heads=read.whole("num_key_value_heads", default=num_heads, minimum=0)
             or num_heads,
             head_size=head_size,
-            rotary_size=int(head_size * rotary_share),
+            rotary_size=rotary_size,
             rope_theta=read.real("rope_theta", default=rope.get("rope_theta", 600000.0)),
             max_positions=read.whole("max_position_embeddings", default=32768),
             norm_eps=read.real("rms_norm_eps", default=1e-6),
@@ -121,10 +120,8 @@ class Config:
             raise read.error("first_k_dense_replace", f"0 to {self.num_layers - 1}")
         if self.num_heads % self.num_kv_heads:
             raise read.error("num_key_value_heads", f"a divisor of {self.num_heads} heads")
-        if self.rotary_size % 2 or not self.rotary_size:
-            raise read.error(
-                "partial_rotary_factor", f"a share of head_dim {self.head_size} that is even"
-            )
+        if self.rotary_size % 2 or not 0 < self.rotary_size <= self.head_size:
+            raise read.rotary_error(f"an even part of head_dim {self.head_size}")
         if self.num_experts % self.num_groups:
             raise read.error("n_group", f"a divisor of {self.num_experts} experts")
         if self.num_kept_groups > self.num_groups:
@@ -149,6 +146,11 @@ class _FieldReader:
             return CheckpointError(f"config.json: {name} is missing; allowed: {allowed}")
         return CheckpointError(f"config.json: {name} is {self._values[name]!r}; allowed: {allowed}")
 
+    def rotary_error(self, allowed: str) -> CheckpointError:
+        """Of the two names for the rotated part, the one that was used."""
+        has_share = self._values.get("partial_rotary_factor") is not None
+        return self.error("partial_rotary_factor" if has_share else "rotary_dim", allowed)
+
     def whole(self, name: str, *, default: int | None = None, minimum: int = 1) -> int:
         value = self._values.get(name)
         value = default if value is None else value
@@ -160,7 +162,7 @@ class _FieldReader:
         value = self._values.get(name)
         value = default if value is None else value
         is_real = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_real or not 0 < value <= maximum or value == float("inf"):
+        if not is_real or not 0 < value <= min(maximum, sys.float_info.max):
             limit = f", at most {maximum:g}" if maximum != float("inf") else ""
             raise self.error(name, f"a number above 0{limit}")
         return float(value)
@@ -171,13 +173,6 @@ class _FieldReader:
         if not isinstance(value, bool):
             raise self.error(name, "true, false")
         return value
-
-
-def _rotary_share(values: Mapping[str, Any], head_size: int) -> float:
-    rotary_dim = values.get("rotary_dim")
-    if isinstance(rotary_dim, int) and not isinstance(rotary_dim, bool):
-        return rotary_dim / head_size
-    return 0.5
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
@@ -200,8 +195,12 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
             )
     for name in ("rope_scaling", "rope_parameters"):
         rope = values.get(name)
-        if isinstance(rope, Mapping):
+        if rope is not None and not isinstance(rope, Mapping):
+            raise CheckpointError(f"config.json: {name} is {rope!r}; allowed: an object, absent")
+        if rope:
             kind = rope.get("rope_type", rope.get("type", "default"))
+            if "factor" in rope and kind == "default":
+                kind = "unnamed"
             if kind != "default":
                 raise CheckpointError(
                     f"config.json: {name} asks for {kind!r} rotary scaling, which this version "

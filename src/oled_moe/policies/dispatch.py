@@ -19,7 +19,8 @@ class MissSet:
     """The misses of one layer in one forward.
 
     Shapes: expert_ids and num_tokens int64 [M], ids ascending; scores float64 [M], the retention
-    scores; hit_scores float64 [H] of the demanded residents. `capacity`: slots the layer keeps.
+    scores; hit_scores float64 [H] of the demanded residents. `capacity`: experts the layer can
+    keep; M is at least 1.
     """
 
     demand: LayerDemand
@@ -33,6 +34,10 @@ class MissSet:
 class DispatchPolicy(Protocol):
     """Splits the misses of a layer between the copy lane and the CPU."""
 
+    def observe(self, demand: LayerDemand) -> None:
+        """Take note of a demand; called once for each, before `split` if there are misses."""
+        ...
+
     def split(self, misses: MissSet) -> BoolArray:
         """bool [M]: True where the CPU computes the expert."""
         ...
@@ -40,6 +45,9 @@ class DispatchPolicy(Protocol):
 
 class LoadAllDispatchPolicy:
     """Every miss is copied in: what systems without CPU kernels do."""
+
+    def observe(self, demand: LayerDemand) -> None:
+        pass
 
     def split(self, misses: MissSet) -> BoolArray:
         return np.zeros(len(misses.expert_ids), dtype=np.bool_)
@@ -75,34 +83,32 @@ class LoadReuseDispatchPolicy:
         self._was_active = np.zeros((shape.num_layers, shape.num_experts), dtype=np.bool_)
         self._has_past = [False] * shape.num_layers
 
+    def observe(self, demand: LayerDemand) -> None:
+        """Follow the overlap of adjacent demands; weight 0.98 on the past of all layers."""
+        if not demand.context.is_denoise:
+            return
+        was_active, active = self._was_active[demand.layer], demand.expert_ids
+        if self._has_past[demand.layer]:
+            share = np.count_nonzero(was_active[active]) / len(active)
+            self._overlap += 0.02 * (share - self._overlap)
+        self._has_past[demand.layer] = True
+        was_active[:] = False
+        was_active[active] = True
+
     def split(self, misses: MissSet) -> BoolArray:
         context = misses.demand.context
         if context.is_prefill:
             # Every copy is streamed anyway: the CPU only where it is faster outright.
             cpu_s = self._costs.cpu_base_s + self._costs.cpu_token_s * misses.num_tokens
             return np.asarray(cpu_s < self._costs.transfer_s)
-        self._follow(misses)
+        if context.is_denoise:
+            mean_tokens = int(misses.num_tokens.sum()) / len(misses.num_tokens)
+            self._mean_tokens += 0.02 * (mean_tokens - self._mean_tokens)
         order = np.argsort(-misses.scores, kind="stable")
         is_copied = self._search(misses, order)
         to_cpu = np.ones(len(order), dtype=np.bool_)
         to_cpu[order[is_copied]] = False
         return to_cpu
-
-    def _follow(self, misses: MissSet) -> None:
-        """Update the running n̄ and overlap; weight 0.98 on the past of all layers together."""
-        if not misses.demand.context.is_denoise:
-            return
-        layer, active = misses.demand.layer, misses.demand.expert_ids
-        was_active = self._was_active[layer]
-        if self._has_past[layer]:
-            share = np.count_nonzero(was_active[active]) / len(active)
-            self._overlap += 0.02 * (share - self._overlap)
-        self._has_past[layer] = True
-        was_active[:] = False
-        was_active[active] = True
-        if len(misses.num_tokens):
-            mean_tokens = int(misses.num_tokens.sum()) / len(misses.num_tokens)
-            self._mean_tokens += 0.02 * (mean_tokens - self._mean_tokens)
 
     @property
     def copied_share(self) -> float:
