@@ -108,14 +108,14 @@ def activate_backward(
     grad_EFC: Tensor, both_EFC: Tensor, weight_E1C: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``activate`` for the gate and up halves and for the weights."""
-    gate, up = (half.float() for half in both_EFC.chunk(2, dim=1))
-    grad = grad_EFC.float()
-    sigmoid = torch.sigmoid(gate)
-    activated = gate * sigmoid
-    grad_weight = (grad * activated * up).sum(1)
-    grad = grad * weight_E1C
-    grad_gate = grad * up * (sigmoid * (1 + gate - activated))
-    return torch.cat([grad_gate, grad * activated], dim=1).to(both_EFC.dtype), grad_weight
+    gate, up = both_EFC.chunk(2, dim=1)
+    grad_both = torch.empty_like(both_EFC)
+    grad_gate, grad_up = grad_both.chunk(2, dim=1)
+    grad_activated = grad_EFC * F.silu(gate)
+    torch.mul(grad_activated, weight_E1C, out=grad_up)
+    grad_weight = grad_activated.mul_(up).sum(1).float()
+    torch.ops.aten.silu_backward(grad_EFC * up * weight_E1C, gate, grad_input=grad_gate)
+    return grad_both, grad_weight
 
 
 def rotary_tables(

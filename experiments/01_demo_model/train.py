@@ -38,7 +38,7 @@ BLOCK_SHARES = {16: 0.70, 32: 0.18, 8: 0.12}
 SYSTEM_TEXTS = ("You are a helpful assistant.", "Answer briefly.", "Be correct and short.")
 POOL_SIZE = 400
 PROBES_PER_FORM = 16
-DRILL_SHARE, DRILL_EQUATIONS = 0.22, 10
+DRILL_SHARE, DRILL_EQUATIONS = 0.16, 10
 
 
 # --------------------------------------------------------------------------------------------
@@ -368,7 +368,6 @@ class Run:
         self.tokenizer = Tokenizer.from_file(str(settings.work / "tokenizer.json"))
         self.step, self.spent_s, self.best = 0, 0.0, -1.0
         self.clock = time.monotonic()
-        self.times = shared["times"]
         self._resume()
         seed = settings.seed * 1000 + self.step * NUM_RANKS + rank + 1
         self.batches = draw_batches(
@@ -414,10 +413,8 @@ class Run:
                 self._say(
                     f"step {self.step} min {self.spent_s / 60:.1f} loss {loss_sum / num_logged:.4f}"
                     f" lr {self.settings.learning_share(progress):.2f} tok/s {rate:.0f}"
-                    f" load {' '.join(f'{x:.1f}' for x in self.peak_loads)}"
+                    f" peak load {max(self.peak_loads):.1f}"
                 )
-                self._say("times " + json.dumps(self.times.tolist()))
-                self.times.zero_()
                 loss_sum, num_logged, tokens, logged_at = 0.0, 0, 0, time.monotonic()
             if now - last_probe > 60 * self.settings.probe_minutes:
                 self._probe()
@@ -429,7 +426,6 @@ class Run:
         self._save()
 
     def _one_step(self, batch: Batch, share: float) -> float:
-        t0 = time.monotonic()
         self.shared["gradients"][self.rank].zero_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = self.model(batch.ids, batch.positions, batch.bias, batch.keep)
@@ -440,23 +436,19 @@ class Run:
         for index, layer in enumerate(self.layers):
             self.shared["load"][self.rank, index] = layer.load
             layer.load.zero_()
-        t1 = time.monotonic()
         if self.rank == 0:
             now = time.monotonic()
             self.spent_s += now - self.clock
             self.clock = now
             self.shared["spent"][0], self.shared["now"][0] = self.spent_s, now
         self._wait()
-        t2 = time.monotonic()
         self.step += 1
         with torch.no_grad():
             for item in self.owned:
                 item.update(share=share, step=self.step, settings=self.settings)
             if self.rank == 0:
                 self._balance(share)
-        t3 = time.monotonic()
         self._wait()
-        self.times[self.rank] += torch.tensor([t1 - t0, t2 - t1, t3 - t2, time.monotonic() - t3])
         return float(losses.detach().mean())
 
     def _balance(self, share: float) -> None:
@@ -546,7 +538,6 @@ def start(settings: Settings) -> None:
         "gradients": [torch.zeros(size).share_memory_() for _ in range(NUM_RANKS)],
         "load": torch.zeros(NUM_RANKS, num_sparse, config.num_experts).share_memory_(),
         "probe": torch.zeros(NUM_RANKS, num_probes, 3, dtype=torch.float64).share_memory_(),
-        "times": torch.zeros(NUM_RANKS, 4).share_memory_(),
         "spent": torch.zeros(1, dtype=torch.float64).share_memory_(),
         "now": torch.zeros(1, dtype=torch.float64).share_memory_(),
         "barrier": context.Barrier(NUM_RANKS),

@@ -129,28 +129,32 @@ class ExpertCache:
         # Until shrinking layers have given slots up, growing ones wait (policies.md 5.5).
         num_free = self.num_slots - self._num_resident_total
         limit = min(int(self.capacities[layer]), self._num_resident[layer] + num_free)
-        is_candidate = slot_of >= 0
-        is_candidate[demand.expert_ids] = True
+        is_active = np.zeros(self.shape.num_experts, dtype=np.bool_)
+        is_active[demand.expert_ids] = True
+        is_candidate = is_active | (slot_of >= 0)
         candidates = is_candidate.nonzero()[0]
         scores = self.policy.retention.keep_scores(candidates, demand)
         score_of = np.empty(self.shape.num_experts)
         score_of[candidates] = scores
 
+        is_miss = ~is_hit
         hit_ids = demand.expert_ids[is_hit]
-        load_ids = demand.expert_ids[~is_hit]
+        load_ids, load_tokens = demand.expert_ids[is_miss], demand.num_tokens[is_miss]
         cpu_ids = _NONE
         if self.has_cpu_experts and len(load_ids):
             misses = MissSet(
                 demand,
                 load_ids,
-                demand.num_tokens[~is_hit],
+                load_tokens,
                 score_of[load_ids],
                 score_of[hit_ids],
                 limit,
             )
             to_cpu = self.policy.dispatch.split(misses)
-            cpu_ids, load_ids = load_ids[to_cpu], load_ids[~to_cpu]
+            cpu_ids = load_ids[to_cpu]
             if len(cpu_ids):
+                to_load = ~to_cpu
+                load_ids, load_tokens = load_ids[to_load], load_tokens[to_load]
                 is_candidate[cpu_ids] = False
                 candidates = is_candidate.nonzero()[0]
                 scores = score_of[candidates]
@@ -158,40 +162,38 @@ class ExpertCache:
         order = np.argsort(-scores, kind="stable")
         is_kept = np.zeros(self.shape.num_experts, dtype=np.bool_)
         is_kept[candidates[order[:limit]]] = True
-        return self._assign(demand, hit_ids, hit_slots, load_ids, cpu_ids, is_kept, num_held)
-
-    def _assign(
-        self,
-        demand: LayerDemand,
-        hit_ids: IntArray,
-        hit_slots: IntArray,
-        load_ids: IntArray,
-        cpu_ids: IntArray,
-        is_kept: BoolArray,
-        num_held: int,
-    ) -> LayerPlan:
-        """Give each load a slot and bring the table to the state after the layer.
-
-        Slots in the order they are used: free ones, those of evicted experts this layer does not
-        read, then round again those that streamed experts passed through; those of evicted hits,
-        which the layer reads first, only where nothing else is left.
-        """
-        layer, slot_of = demand.layer, self._slot_of[demand.layer]
-        evicted = ((slot_of >= 0) & ~is_kept).nonzero()[0]
-        evicted_slots = slot_of[evicted]
-        is_read = np.isin(evicted, hit_ids, assume_unique=True) if len(evicted) else evicted > 0
-        self._owner[evicted_slots] = -1
-        slot_of[evicted] = -1
-
         # What stays goes before what is streamed, so that staging slots come round late; most
         # tokens first, for their compute is the longest to hide copies behind.
         stays = is_kept[load_ids]
-        tokens = demand.num_tokens[np.searchsorted(demand.expert_ids, load_ids)]
-        load_ids = load_ids[np.lexsort((-tokens, ~stays))]
-        num_kept = int(np.count_nonzero(stays))
+        load_ids = load_ids[np.lexsort((-load_tokens, ~stays))]
+        load_slots, freed_slots = self._assign(
+            layer, load_ids, int(np.count_nonzero(stays)), is_kept, is_active
+        )
+        return LayerPlan(hit_ids, hit_slots, load_ids, load_slots, cpu_ids, freed_slots, num_held)
+
+    def _assign(
+        self,
+        layer: int,
+        load_ids: IntArray,
+        num_kept: int,
+        is_kept: BoolArray,
+        is_active: BoolArray,
+    ) -> tuple[IntArray, IntArray]:
+        """A slot for each load, the first `num_kept` of which stay; and the slots left free.
+
+        Slots in the order they are used: free ones, those of evicted experts this layer does not
+        read, then round again those that streamed experts passed through; those of evicted hits,
+        which the layer reads first, only where nothing else is left. Mutates: the table, to how
+        it is when the layer is done.
+        """
+        slot_of = self._slot_of[layer]
+        evicted = ((slot_of >= 0) & ~is_kept).nonzero()[0]
+        evicted_slots = slot_of[evicted]
+        is_read = is_active[evicted]
+        self._owner[evicted_slots] = -1
+        slot_of[evicted] = -1
         free, late = self._free, evicted_slots[is_read].tolist()
-        idle = evicted_slots[~is_read].tolist()
-        free.extend(idle)
+        free.extend(evicted_slots[~is_read].tolist())
         kept_slots = [free.popleft() if free else late.pop(0) for _ in range(num_kept)]
         streamed_slots = []
         for _ in range(len(load_ids) - num_kept):
@@ -203,16 +205,9 @@ class ExpertCache:
         slot_of[kept_ids] = kept_slots
         self._owner[kept_slots] = layer * self.shape.num_experts + kept_ids
         self._add_residents(layer, num_kept - len(evicted))
-        touched = np.concatenate((evicted_slots, np.array(streamed_slots, dtype=np.int64)))
-        return LayerPlan(
-            hit_ids,
-            hit_slots,
-            load_ids,
-            np.array(kept_slots + streamed_slots, dtype=np.int64),
-            cpu_ids,
-            touched[self._owner[touched] < 0],
-            num_held,
-        )
+        load_slots = np.array(kept_slots + streamed_slots, dtype=np.int64)
+        touched = np.concatenate((evicted_slots, load_slots[num_kept:]))
+        return load_slots, touched[self._owner[touched] < 0]
 
     def end_forward(self, *, is_denoise: bool) -> None:
         """After the last layer of a forward: let the allocation move capacities.

@@ -4,7 +4,7 @@ A DispatchPolicy gets the misses of one layer with their tokens and retention sc
 for each, whether the CPU takes it. Copied experts may stay resident; CPU experts are no candidates.
 """
 
-from collections.abc import Iterable
+from bisect import insort
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -106,8 +106,8 @@ class LoadReuseDispatchPolicy:
             self._mean_tokens += 0.02 * (mean_tokens - self._mean_tokens)
         order = np.argsort(-misses.scores, kind="stable")
         is_copied = self._search(misses, order)
-        to_cpu = np.ones(len(order), dtype=np.bool_)
-        to_cpu[order[is_copied]] = False
+        to_cpu = np.zeros(len(order), dtype=np.bool_)
+        to_cpu[order[~is_copied]] = True
         return to_cpu
 
     @property
@@ -147,6 +147,16 @@ _Removal = tuple[int | None, int, float, float, bool]
 _Addition = tuple[int | None, int, float, float, float]
 
 
+class _Group:
+    """The misses with one token count, in priority order; the first `num_copied` are copied."""
+
+    __slots__ = ("members", "num_copied")
+
+    def __init__(self) -> None:
+        self.members: list[int] = []
+        self.num_copied = 0
+
+
 class _MoveSearch:
     """Steepest descent on J over exchanges, additions and removals.
 
@@ -184,61 +194,65 @@ class _MoveSearch:
             ascending = np.sort(hit_scores)
             self._hits: list[float] = ascending[::-1].tolist()
             # For each miss, the hits ranked before it.
-            better = len(ascending) - np.searchsorted(ascending, scores, side="right")
+            better = len(ascending) - ascending.searchsorted(scores, side="right")
             self._num_better_hits: list[int] = better.tolist()
 
     def run(self, num_start: int, max_moves: int) -> list[bool]:
         """Which misses to copy, in priority order, starting from the first `num_start`."""
-        num_misses = len(self._scores)
-        is_copied = [True] * num_start + [False] * (num_misses - num_start)
-        num_copied = num_start
+        groups: dict[int, _Group] = {}
+        for index, n in enumerate(self._tokens):
+            group = groups.get(n)
+            if group is None:
+                group = groups[n] = _Group()
+            group.members.append(index)
+            group.num_copied += index < num_start
+        copied = list(range(num_start))
         cpu_s = sum(self._cpu_s[num_start:])
-        benefit = self._benefit(is_copied)
-        cost = max(num_copied * self._transfer_s, cpu_s) - self._reuse_weight * benefit
+        benefit = sum(self._scores[: self._num_surviving(copied)])
+        cost = max(num_start * self._transfer_s, cpu_s) - self._reuse_weight * benefit
         for _ in range(max_moves):
-            best = self._best_move(is_copied, num_copied, cpu_s, benefit)
+            best = self._best_move(groups, copied, cpu_s, benefit)
             if best is None or best[0] >= cost - 1e-12:
                 break
             cost, removed, added, benefit = best
             if removed is not None:
-                is_copied[removed] = False
-                num_copied -= 1
+                copied.remove(removed)
+                groups[self._tokens[removed]].num_copied -= 1
                 cpu_s += self._cpu_s[removed]
             if added is not None:
-                is_copied[added] = True
-                num_copied += 1
+                insort(copied, added)
+                groups[self._tokens[added]].num_copied += 1
                 cpu_s -= self._cpu_s[added]
+        is_copied = [False] * len(self._scores)
+        for index in copied:
+            is_copied[index] = True
         return is_copied
 
-    def _survivors(self, is_copied: list[bool]) -> tuple[list[int], int]:
-        """The copied misses, best first, and how many of them survive the layer's cut."""
-        copied = [index for index, flag in enumerate(is_copied) if flag]
+    def _num_surviving(self, copied: list[int]) -> int:
+        """How many of the copies, which are in priority order, survive the layer's cut."""
         if not self._is_cut:
-            return copied, len(copied)
-        for rank, index in enumerate(copied):
-            if rank + self._num_better_hits[index] >= self._capacity:
-                return copied, rank
-        return copied, len(copied)
-
-    def _benefit(self, is_copied: list[bool]) -> float:
-        """Σ p over copies that survive."""
-        copied, num_surviving = self._survivors(is_copied)
-        return sum(self._scores[index] for index in copied[:num_surviving])
+            return len(copied)
+        # The rank among hits and copies only grows along the copies.
+        low, high = 0, len(copied)
+        while low < high:
+            middle = (low + high) // 2
+            if middle + self._num_better_hits[copied[middle]] < self._capacity:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def _best_move(
-        self, is_copied: list[bool], num_copied: int, cpu_s: float, benefit: float
+        self, groups: dict[int, _Group], copied: list[int], cpu_s: float, benefit: float
     ) -> tuple[float, int | None, int | None, float] | None:
         """(J, removed, added, benefit) of the best move; the first found wins a tie."""
-        least_copied: dict[int, int] = {}
-        most_wanted: dict[int, int] = {}
-        for index, n in enumerate(self._tokens):
-            if is_copied[index]:
-                least_copied[n] = index
-            elif n not in most_wanted:
-                most_wanted[n] = index
-        removals, additions = self._price(least_copied.values(), most_wanted.values(), is_copied)
+        least_copied = [g.members[g.num_copied - 1] for g in groups.values() if g.num_copied]
+        most_wanted = [
+            g.members[g.num_copied] for g in groups.values() if g.num_copied < len(g.members)
+        ]
+        removals, additions = self._price(least_copied, most_wanted, copied)
         transfer_s, reuse_weight = self._transfer_s, self._reuse_weight
-        lowest, highest = self._bounds
+        num_copied, (lowest, highest) = len(copied), self._bounds
         best_cost, best = float("inf"), None
         for removed, num_removed, freed_s, lost, has_room in removals:
             for added, num_added, taken_s, gain, gain_with_room in additions:
@@ -255,7 +269,7 @@ class _MoveSearch:
         return best
 
     def _price(
-        self, removals: Iterable[int], additions: Iterable[int], is_copied: list[bool]
+        self, removals: list[int], additions: list[int], copied: list[int]
     ) -> tuple[list["_Removal"], list["_Addition"]]:
         """What each half of a move does to CPU time and benefit, with "nothing" at the end."""
         scores, cpu_s = self._scores, self._cpu_s
@@ -267,7 +281,7 @@ class _MoveSearch:
                     (None, 0, 0.0, 0.0, 0.0),
                 ],
             )
-        edge = self._edge(is_copied)
+        edge = self._edge(copied)
         # A place that falls free goes to the first that was cut, be it a hit or a copy.
         heir = edge.first_cut if edge.is_first_cut_a_copy else 0.0
         pushed_out = edge.last_kept if edge.is_last_kept_a_copy else 0.0
@@ -286,9 +300,9 @@ class _MoveSearch:
             [*priced_additions, (None, 0, 0.0, 0.0, heir)],
         )
 
-    def _edge(self, is_copied: list[bool]) -> "_Edge":
+    def _edge(self, copied: list[int]) -> "_Edge":
         """What stands on both sides of the cut among hits and copies."""
-        copied, num_surviving = self._survivors(is_copied)
+        num_surviving = self._num_surviving(copied)
         num_hits = self._capacity - num_surviving
         nothing = -float("inf")
         kept_copy = self._scores[copied[num_surviving - 1]] if num_surviving else float("inf")
