@@ -1,7 +1,11 @@
-"""Settings of all tests: property tests draw the same examples on every machine and run."""
+"""Settings of all tests: one thread, and the same drawn examples on every machine and run."""
 
+import torch
 from hypothesis import settings
 
-# No deadline: the machines that run these are shared, and time is not what they test.
+# Tiny products are fastest so, and a second thread waits long where the machine is shared.
+torch.set_num_threads(1)
+
+# No deadline: time is not what these test.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

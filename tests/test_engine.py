@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -53,14 +52,6 @@ CONFIG: dict[str, Any] = {
 }
 PARAMS = SamplingParams(max_tokens=20, block_length=8, threshold=0.3, ignore_eos=True)
 QUICK = replace(DEFAULT_EMULATED_PROFILE, copy_latency_s=0.0, emulated_jitter_s=2e-4)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -1,7 +1,6 @@
 """The model and its loops against numbers from the public reference code (tests/golden)."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,6 @@ NAMES = {
     "max_post_steps": "max_post_edit_steps",
 }
 PROFILES = {"cpu": DEFAULT_PROFILE, "emulated": DEFAULT_EMULATED_PROFILE}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    # The reference ran on one thread, and tiny products are fastest so.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def open_engine(model: str | Path, device: str = "cpu", **settings: Any) -> Engine:

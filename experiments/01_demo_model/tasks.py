@@ -137,13 +137,20 @@ def draw_equation(rng: random.Random) -> Equation:
     if op == "*":
         return rng.randint(0, MAX_FACTOR), op, rng.randint(0, MAX_FACTOR)
     larger = rng.randint(0, MAX_RESULT) if rng.random() < 0.3 else _draw_triangular(rng)
-    part = rng.randint(0, larger)
+    part = _draw_part(rng, larger) if op == "-" else rng.randint(0, larger)
     return (part, op, larger - part) if op == "+" else (larger, op, part)
 
 
 def _draw_triangular(rng: random.Random) -> int:
     """Larger number of a pair, so that all (larger, part) pairs are equally likely."""
     return max(rng.randint(0, MAX_RESULT), rng.randint(0, MAX_RESULT))
+
+
+def _draw_part(rng: random.Random, larger: int) -> int:
+    """What is taken away; often nearly everything, since one-digit results are the hard ones."""
+    if rng.random() < 0.25:
+        return larger - rng.randint(0, min(9, larger))
+    return rng.randint(0, larger)
 
 
 def write_equation(equation: Equation) -> str:
@@ -204,7 +211,10 @@ def draw_story(rng: random.Random, *, max_steps: int = 3) -> tuple[str, list[Equ
         sentences = [rng.choice(STARTS).format(n=name, i=items, a=total)]
     while len(equations) < num_steps:
         is_gain = total < 2 or (total <= MAX_RESULT - 2 and rng.random() < 0.5)
-        part = rng.randint(1, min(50, MAX_RESULT - total)) if is_gain else rng.randint(1, total)
+        if is_gain:
+            part = rng.randint(1, min(50, MAX_RESULT - total))
+        else:
+            part = max(1, _draw_part(rng, total))
         sentences.append(rng.choice(GAINS if is_gain else LOSSES).format(n=name, a=part))
         equations.append((total, "+" if is_gain else "-", part))
         total = equation_result(equations[-1])
@@ -666,11 +676,11 @@ def grade_facts(record: dict[str, Any], answer: str) -> bool:
 MIXTURE: dict[str, tuple[float, Callable[[random.Random], Question]]] = {
     "plain": (0.12, draw_plain),
     "drill": (0.06, draw_drill),
-    "story": (0.15, draw_word_problem),
+    "story": (0.18, draw_word_problem),
     "json_asked": (0.13, lambda rng: draw_json(rng, is_forced=False)),
     "json_forced": (0.13, lambda rng: draw_json(rng, is_forced=True)),
-    "code": (0.24, draw_code),
-    "facts": (0.17, draw_fact),
+    "code": (0.22, draw_code),
+    "facts": (0.16, draw_fact),
 }
 
 

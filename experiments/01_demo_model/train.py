@@ -38,7 +38,7 @@ BLOCK_SHARES = {16: 0.70, 32: 0.18, 8: 0.12}
 SYSTEM_TEXTS = ("You are a helpful assistant.", "Answer briefly.", "Be correct and short.")
 POOL_SIZE = 400
 PROBES_PER_FORM = 16
-DRILL_SHARE, DRILL_EQUATIONS = 0.16, 10
+DRILL_SHARE, DRILL_EQUATIONS = 0.08, 10
 
 
 # --------------------------------------------------------------------------------------------

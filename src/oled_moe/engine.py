@@ -527,7 +527,7 @@ def plan_model(
     shape = MoeShape(model.num_moe_layers, model.num_experts, model.top_k, layout.slot_bytes)
     kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize
     # Prefill holds, per token, the routed rows and their outputs and a few hidden vectors;
-    # a step holds the logits and one temporary of their size.
+    # a step holds the logits of its block, 64 tokens at most here, and one temporary of their size.
     num_prefill = min(max_model_len, MAX_PREFILL_TOKENS)
     rows_bytes = num_prefill * model.hidden_size * (2 * model.top_k * itemsize + 6 * itemsize + 8)
     logits_bytes = 2 * 4 * model.vocab_size * 64
