@@ -268,7 +268,7 @@ def test_a_block_starts_with_its_prompt() -> None:
     assert state.token_ids.tolist() == [3, MASK, MASK, MASK]
     assert state.is_prompt.tolist() == [True, True, False, False]
     assert state.is_masked.tolist() == [False, False, True, True]
-    assert state.num_masked == 2
+    assert state.is_masked.sum() == 2
 
 
 # --- sampling

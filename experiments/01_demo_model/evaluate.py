@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -91,16 +92,23 @@ def score_records(
 
 
 def group_name(record: dict[str, Any]) -> str:
-    """JSON forms are reported by themselves, everything else by family."""
+    """The forms of arithmetic are reported one by one, code and facts as a whole."""
+    return str(record["form" if record["family"] == "arithmetic" else "family"])
+
+
+def family_name(record: dict[str, Any]) -> str:
+    """The family, with JSON answers apart."""
     form = str(record["form"])
-    return form if form.startswith("json") or form == "story" else str(record["family"])
+    return f"{record['family']} as JSON" if form.startswith("json") else str(record["family"])
 
 
-def summarise(scored: list[Scored]) -> dict[str, dict[str, float]]:
+def summarise(
+    scored: list[Scored], name_of: Callable[[dict[str, Any]], str] = group_name
+) -> dict[str, dict[str, float]]:
     """Accuracy and answer tokens per forward of each group."""
     groups: dict[str, list[Scored]] = {}
     for item in scored:
-        groups.setdefault(group_name(item.record), []).append(item)
+        groups.setdefault(name_of(item.record), []).append(item)
     return {
         name: {
             "num": len(items),
@@ -213,9 +221,10 @@ def main() -> None:
     for item in scored:
         if arguments.errors and not item.is_right:
             print(json.dumps({**item.record, "answer": item.answer}))
-    for name, entry in summarise(scored).items():
+    summaries = {**summarise(scored), **summarise(scored, family_name)}
+    for name, entry in summaries.items():
         print(
-            f"{name:12} {entry['accuracy']:6.1%} of {entry['num']:4.0f}"
+            f"{name:20} {entry['accuracy']:6.1%} of {entry['num']:4.0f}"
             f"  {entry['tokens_per_forward']:.2f} tokens/forward"
         )
     print(f"{time.monotonic() - started:.0f} s")

@@ -674,13 +674,13 @@ def grade_facts(record: dict[str, Any], answer: str) -> bool:
 
 # form -> (share of the training sequences, generator)
 MIXTURE: dict[str, tuple[float, Callable[[random.Random], Question]]] = {
-    "plain": (0.12, draw_plain),
-    "drill": (0.06, draw_drill),
-    "story": (0.18, draw_word_problem),
+    "plain": (0.15, draw_plain),
+    "drill": (0.08, draw_drill),
+    "story": (0.19, draw_word_problem),
     "json_asked": (0.13, lambda rng: draw_json(rng, is_forced=False)),
     "json_forced": (0.13, lambda rng: draw_json(rng, is_forced=True)),
-    "code": (0.22, draw_code),
-    "facts": (0.16, draw_fact),
+    "code": (0.20, draw_code),
+    "facts": (0.12, draw_fact),
 }
 
 

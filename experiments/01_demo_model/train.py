@@ -38,7 +38,7 @@ BLOCK_SHARES = {16: 0.70, 32: 0.18, 8: 0.12}
 SYSTEM_TEXTS = ("You are a helpful assistant.", "Answer briefly.", "Be correct and short.")
 POOL_SIZE = 400
 PROBES_PER_FORM = 16
-DRILL_SHARE, DRILL_EQUATIONS = 0.08, 10
+DRILL_SHARE, DRILL_EQUATIONS = 0.12, 10
 
 
 # --------------------------------------------------------------------------------------------
@@ -555,7 +555,7 @@ def start(settings: Settings) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=50.0, help="wall-clock budget")
+    parser.add_argument("--minutes", type=float, default=60.0, help="wall-clock budget")
     parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("runs/demo_model"), help="for resuming")

@@ -165,8 +165,8 @@ class SamplingParams:
     Defaults: algorithm low_confidence, max_tokens 256, block_length 32, steps = block_length,
     threshold 0.95, edit_threshold 0.9, max_post_edit_steps 16, num_to_transfer 1, minimal_topk 1,
     temperature 0 (argmax), no top_k, no top_p, no eos_early_stop.
-    `ignore_eos` decodes on past eos and stop ids alike. `stop` are strings that end the answer and are not part
-    of it; `stop_token_ids` end it like eos does.
+    `ignore_eos` decodes on past eos and stop ids alike. `stop` are strings that end the answer and
+    are not part of it; `stop_token_ids` end it like eos does.
 
     Source: released LLaDA2.0 and LLaDA2.1 `generate` (architecture.md 5, models.md 4 and 5).
     Raises: ConfigError for a field outside its range.

@@ -39,10 +39,6 @@ class BlockState:
         is_prompt = np.arange(block_length) < len(prompt_ids)
         return cls(token_ids, ~is_prompt, is_prompt)
 
-    @property
-    def num_masked(self) -> int:
-        return int(self.is_masked.sum())
-
 
 @dataclass(frozen=True, slots=True)
 class BlockUpdate:
