@@ -159,13 +159,17 @@ def limit_each_group(records: list[dict[str, Any]], limit: int) -> list[dict[str
     return [record for group in groups.values() for record in group[:limit]]
 
 
-def write_held_out(folder: Path) -> None:
-    """Draw heldout.jsonl and questions.json, without looking at any answer."""
-    records = [
+def draw_held_out_set(seed: int) -> list[dict[str, str]]:
+    return [
         record
         for form, count in HELD_OUT_COUNTS.items()
-        for record in draw_records(count, seed=2, forms=(form,))
+        for record in draw_records(count, seed=seed, forms=(form,))
     ]
+
+
+def write_held_out(folder: Path) -> None:
+    """Draw heldout.jsonl and questions.json, without looking at any answer."""
+    records = draw_held_out_set(2)
     lines = [json.dumps(record) for record in records]
     (folder / "heldout.jsonl").write_text("\n".join(lines) + "\n")
     samples = []
@@ -200,6 +204,7 @@ def main() -> None:
     parser.add_argument("--block-length", type=int, default=BLOCK_LENGTH)
     parser.add_argument("--threshold", type=float, default=THRESHOLD)
     parser.add_argument("--limit", type=int, default=0, help="questions of each group, 0 for all")
+    parser.add_argument("--fresh", type=int, help="seed of a new draw instead of heldout.jsonl")
     parser.add_argument("--errors", action="store_true", help="print every wrong answer")
     parser.add_argument("--write-held-out", action="store_true", help="draw the question files")
     arguments = parser.parse_args()
@@ -207,7 +212,10 @@ def main() -> None:
         write_held_out(arguments.folder)
         return
     model, tokenizer = load_model(arguments.folder, getattr(torch, arguments.dtype))
-    records = read_records(arguments.folder / "heldout.jsonl")
+    if arguments.fresh is None:
+        records = read_records(arguments.folder / "heldout.jsonl")
+    else:
+        records = list(draw_held_out_set(arguments.fresh))
     if arguments.limit:
         records = limit_each_group(records, arguments.limit)
     started = time.monotonic()
