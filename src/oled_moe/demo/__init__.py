@@ -1,0 +1,1 @@
+"""Package data: the bundled demo model, its tokenizer and its held-out questions."""
