@@ -214,7 +214,8 @@ class SearchCase:
             capacity=self.capacity,
             bounds=self.bounds,
         )
-        return search.run(self.start, max_moves)
+        copied = set(search.run(self.start, max_moves))
+        return [miss in copied for miss in range(len(self.scores))]
 
     def objective(self, is_copied: Sequence[bool]) -> float:
         """J by its definition. A copy as good as a hit goes before it."""

@@ -104,10 +104,9 @@ class LoadReuseDispatchPolicy:
         if context.is_denoise:
             mean_tokens = int(misses.num_tokens.sum()) / len(misses.num_tokens)
             self._mean_tokens += 0.02 * (mean_tokens - self._mean_tokens)
-        order = np.argsort(-misses.scores, kind="stable")
-        is_copied = self._search(misses, order)
-        to_cpu = np.zeros(len(order), dtype=np.bool_)
-        to_cpu[order[~is_copied]] = True
+        order = (-misses.scores).argsort(kind="stable")
+        to_cpu = np.full(len(order), True)
+        to_cpu[order[self._search(misses, order)]] = False
         return to_cpu
 
     @property
@@ -124,7 +123,7 @@ class LoadReuseDispatchPolicy:
         mean_cpu_s = self._costs.cpu_s(self._mean_tokens)
         return overlap * num_active * min(self._costs.transfer_s, mean_cpu_s)
 
-    def _search(self, misses: MissSet, order: IntArray) -> BoolArray:
+    def _search(self, misses: MissSet, order: IntArray) -> list[int]:
         """Start from the top ρ·|M| by priority and take the best move while J falls."""
         num_misses = len(order)
         start = min(num_misses, int(self.copied_share * num_misses + 0.5))
@@ -138,13 +137,13 @@ class LoadReuseDispatchPolicy:
             capacity=misses.capacity,
             bounds=(max(0, start - slack), min(num_misses, start + slack)),
         )
-        return np.array(search.run(start, self._max_moves), dtype=np.bool_)
+        return search.run(start, self._max_moves)
 
 
-# (miss or None, 1 or 0 of them, its CPU time, priority lost, whether a place falls free)
-_Removal = tuple[int | None, int, float, float, bool]
-# (miss or None, 1 or 0 of them, its CPU time, priority gained, the same where a place is free)
-_Addition = tuple[int | None, int, float, float, float]
+# (miss, its CPU time, priority lost, whether a place falls free)
+_Removal = tuple[int, float, float, bool]
+# (miss, its CPU time, priority gained, the same where a place is free)
+_Addition = tuple[int, float, float, float]
 
 
 class _Group:
@@ -197,8 +196,8 @@ class _MoveSearch:
             better = len(ascending) - ascending.searchsorted(scores, side="right")
             self._num_better_hits: list[int] = better.tolist()
 
-    def run(self, num_start: int, max_moves: int) -> list[bool]:
-        """Which misses to copy, in priority order, starting from the first `num_start`."""
+    def run(self, num_start: int, max_moves: int) -> list[int]:
+        """The misses to copy, in priority order, starting from the first `num_start`."""
         groups: dict[int, _Group] = {}
         for index, n in enumerate(self._tokens):
             group = groups.get(n)
@@ -223,10 +222,7 @@ class _MoveSearch:
                 insort(copied, added)
                 groups[self._tokens[added]].num_copied += 1
                 cpu_s -= self._cpu_s[added]
-        is_copied = [False] * len(self._scores)
-        for index in copied:
-            is_copied[index] = True
-        return is_copied
+        return copied
 
     def _num_surviving(self, copied: list[int]) -> int:
         """How many of the copies, which are in priority order, survive the layer's cut."""
@@ -250,54 +246,69 @@ class _MoveSearch:
         most_wanted = [
             g.members[g.num_copied] for g in groups.values() if g.num_copied < len(g.members)
         ]
-        removals, additions = self._price(least_copied, most_wanted, copied)
+        removals, additions, heir = self._price(least_copied, most_wanted, copied)
         transfer_s, reuse_weight = self._transfer_s, self._reuse_weight
         num_copied, (lowest, highest) = len(copied), self._bounds
-        best_cost, best = float("inf"), None
-        for removed, num_removed, freed_s, lost, has_room in removals:
-            for added, num_added, taken_s, gain, gain_with_room in additions:
-                count = num_copied + num_added - num_removed
-                if not num_added + num_removed or not lowest <= count <= highest:
-                    continue
-                on_cpu_s = cpu_s + freed_s - taken_s
-                on_copy_s = count * transfer_s
-                moved = benefit - lost + (gain_with_room if has_room else gain)
+        best_cost = float("inf")
+        best: tuple[float, int | None, int | None, float] | None = None
+        on_copy_s = num_copied * transfer_s
+        for removed, freed_s, lost, has_room in removals:
+            rest_cpu_s, rest_benefit = cpu_s + freed_s, benefit - lost
+            for added, taken_s, gain, gain_with_room in additions:
+                on_cpu_s = rest_cpu_s - taken_s
+                moved = rest_benefit + (gain_with_room if has_room else gain)
                 latency_s = on_copy_s if on_copy_s > on_cpu_s else on_cpu_s
                 cost = latency_s - reuse_weight * moved
                 if cost < best_cost:
                     best_cost, best = cost, (cost, removed, added, moved)
+        if num_copied > lowest:
+            for removed, freed_s, lost, has_room in removals:
+                moved = benefit - lost + (heir if has_room else 0.0)
+                latency_s = max((num_copied - 1) * transfer_s, cpu_s + freed_s)
+                cost = latency_s - reuse_weight * moved
+                if cost < best_cost:
+                    best_cost, best = cost, (cost, removed, None, moved)
+        if num_copied < highest:
+            for added, taken_s, gain, _ in additions:
+                moved = benefit + gain
+                latency_s = max((num_copied + 1) * transfer_s, cpu_s - taken_s)
+                cost = latency_s - reuse_weight * moved
+                if cost < best_cost:
+                    best_cost, best = cost, (cost, None, added, moved)
         return best
 
     def _price(
         self, removals: list[int], additions: list[int], copied: list[int]
-    ) -> tuple[list["_Removal"], list["_Addition"]]:
-        """What each half of a move does to CPU time and benefit, with "nothing" at the end."""
+    ) -> tuple[list["_Removal"], list["_Addition"], float]:
+        """What each half of a move does to CPU time and benefit, and who inherits a free place."""
         scores, cpu_s = self._scores, self._cpu_s
         if not self._is_cut:
             return (
-                [*[(i, 1, cpu_s[i], scores[i], True) for i in removals], (None, 0, 0.0, 0.0, True)],
-                [
-                    *[(i, 1, cpu_s[i], scores[i], scores[i]) for i in additions],
-                    (None, 0, 0.0, 0.0, 0.0),
-                ],
+                [(i, cpu_s[i], scores[i], False) for i in removals],
+                [(i, cpu_s[i], scores[i], scores[i]) for i in additions],
+                0.0,
             )
-        edge = self._edge(copied)
+        last_kept, is_last_a_copy, first_cut, is_first_a_copy = self._edge(copied)
         # A place that falls free goes to the first that was cut, be it a hit or a copy.
-        heir = edge.first_cut if edge.is_first_cut_a_copy else 0.0
-        pushed_out = edge.last_kept if edge.is_last_kept_a_copy else 0.0
-        priced_removals: list[_Removal] = []
-        for i in removals:
-            survives = scores[i] >= edge.last_kept
-            priced_removals.append((i, 1, cpu_s[i], scores[i] if survives else 0.0, survives))
-        priced_additions: list[_Addition] = []
-        for i in additions:
-            score = scores[i]
-            gain = score - pushed_out if score >= edge.last_kept else 0.0
-            gain_with_room = score if score >= edge.first_cut else heir
-            priced_additions.append((i, 1, cpu_s[i], gain, gain_with_room))
+        heir = first_cut if is_first_a_copy else 0.0
+        pushed_out = last_kept if is_last_a_copy else 0.0
         return (
-            [*priced_removals, (None, 0, 0.0, 0.0, False)],
-            [*priced_additions, (None, 0, 0.0, 0.0, heir)],
+            [
+                (i, cpu_s[i], scores[i], True)
+                if scores[i] >= last_kept
+                else (i, cpu_s[i], 0.0, False)
+                for i in removals
+            ],
+            [
+                (
+                    i,
+                    cpu_s[i],
+                    scores[i] - pushed_out if scores[i] >= last_kept else 0.0,
+                    scores[i] if scores[i] >= first_cut else heir,
+                )
+                for i in additions
+            ],
+            heir,
         )
 
     def _edge(self, copied: list[int]) -> "_Edge":
