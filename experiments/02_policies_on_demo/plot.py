@@ -5,8 +5,10 @@ python experiments/02_policies_on_demo/plot.py
 
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -25,31 +27,39 @@ STYLES = {
 }
 
 
+def draw(axes: Axes, rows: list[dict[str, Any]], name: str, scale: float) -> None:
+    for policy, (colour, line) in STYLES.items():
+        mine = [row for row in rows if row["policy"] == policy]
+        mine.sort(key=lambda row: row["experts_per_layer"])
+        shares = [100 * row["experts_per_layer"] / row["num_experts"] for row in mine]
+        values = [row[name] * scale for row in mine]
+        axes.plot(shares, values, line, color=colour, marker="o", markersize=3, label=policy)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def main() -> None:
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    figure, (hits, copies) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for policy, (colour, line) in STYLES.items():
-        mine = sorted(
-            (row for row in rows if row["policy"] == policy),
-            key=lambda row: row["experts_per_layer"],
+    thresholds = sorted({row["threshold"] for row in rows}, reverse=True)
+    figure, grid = plt.subplots(
+        2, len(thresholds), figsize=(9, 6), layout="constrained", sharex=True, sharey="row"
+    )
+    for column, threshold in enumerate(thresholds):
+        here = [row for row in rows if row["threshold"] == threshold]
+        draw(grid[0][column], here, "hit_rate", 100)
+        draw(grid[1][column], here, "loads_per_forward", 1)
+        passes = here[0]["num_forwards"] / here[0]["num_questions"]
+        grid[0][column].set_title(
+            f"threshold {threshold}: {passes:.1f} passes per answer", fontsize=9
         )
-        shares = [100 * row["experts_per_layer"] / row["num_experts"] for row in mine]
-        for axes, name, scale in (
-            (hits, "hit_rate", 100),
-            (copies, "loads_per_forward", 1),
-        ):
-            values = [row[name] * scale for row in mine]
-            axes.plot(shares, values, line, color=colour, marker="o", markersize=3, label=policy)
-    hits.set_ylabel("demanded experts that were resident, %")
-    copies.set_ylabel("experts copied in, per forward")
-    for axes in (hits, copies):
-        axes.set_xlabel("expert slots, % of all experts")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    copies.legend(frameon=False, fontsize=8)
+        grid[1][column].set_xlabel("expert slots, % of all experts")
+    grid[0][0].set_ylabel("demanded experts that were resident, %")
+    grid[1][0].set_ylabel("experts copied in, per forward")
+    grid[1][-1].legend(frameon=False, fontsize=8)
     figure.suptitle(
-        f"Demo model, {rows[0]['num_questions']} held-out questions: same tokens in every point",
+        f"Demo model, {rows[0]['num_questions']} held-out questions; "
+        "all points of a column gave the same tokens",
         fontsize=10,
     )
     FIGURE.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ for each, whether the CPU takes it. Copied experts may stay resident; CPU expert
 """
 
 from bisect import insort
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,8 +13,7 @@ from oled_moe.costs import CostModel
 from oled_moe.types import BoolArray, FloatArray, IntArray, LayerDemand, MoeShape
 
 
-@dataclass(frozen=True, slots=True)
-class MissSet:
+class MissSet(NamedTuple):
     """The misses of one layer in one forward.
 
     Shapes: expert_ids and num_tokens int64 [M], ids ascending; scores float64 [M], the retention
@@ -115,22 +113,21 @@ class LoadReuseDispatchPolicy:
         mean_cpu_s = self._costs.cpu_s(self._mean_tokens)
         return mean_cpu_s / (mean_cpu_s + self._costs.transfer_s)
 
-    def _reuse_weight(self, num_active: int) -> float:
-        """λ: seconds that one unit of kept priority is taken to save in the next forward."""
-        if not self._is_reuse_aware:
-            return 0.0
-        overlap = self._overlap if self._fixed_overlap is None else self._fixed_overlap
-        mean_cpu_s = self._costs.cpu_s(self._mean_tokens)
-        return overlap * num_active * min(self._costs.transfer_s, mean_cpu_s)
-
     def _search(self, misses: MissSet, order: IntArray) -> list[int]:
         """Start from the top ρ·|M| by priority and take the best move while J falls."""
-        num_misses = len(order)
+        costs, num_misses = self._costs, len(order)
         start = min(num_misses, int(self.copied_share * num_misses + 0.5))
         slack = max(1, -(-num_misses // 10))
+        # λ: seconds that one unit of kept priority is taken to save in the next forward.
+        reuse_weight = 0.0
+        if self._is_reuse_aware:
+            overlap = self._overlap if self._fixed_overlap is None else self._fixed_overlap
+            num_active = len(misses.demand.expert_ids)
+            mean_cpu_s = costs.cpu_s(self._mean_tokens)
+            reuse_weight = overlap * num_active * min(costs.transfer_s, mean_cpu_s)
         search = _MoveSearch(
-            costs=self._costs,
-            reuse_weight=self._reuse_weight(misses.demand.expert_ids.size),
+            costs=costs,
+            reuse_weight=reuse_weight,
             scores=misses.scores[order],
             tokens=misses.num_tokens[order],
             hit_scores=misses.hit_scores,
