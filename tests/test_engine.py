@@ -445,3 +445,15 @@ def test_dtypes_run_and_do_not_depend_on_the_cache(tiny: Path, dtype: str) -> No
         settings = {"dtype": dtype, "cpu_experts": False}
         with open_engine(tiny, device, experts_per_layer=2, **settings) as engine:
             assert engine.generate([1, 2, 3], PARAMS).token_ids == expected
+
+
+def test_tiny_experts_run_on_one_thread(tiny: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for threads, expected in ((None, 1), (2, 2)):
+            with open_engine(tiny, threads=threads):
+                assert torch.get_num_threads() == expected
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -65,8 +65,6 @@ logger = logging.getLogger(__name__)
 INTERRUPTED = 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-# The demo model is so small that a second thread costs more than it computes.
-DEMO_THREADS = 1
 
 app = typer.Typer(
     name="oled-moe",
@@ -163,7 +161,7 @@ def demo(
     num_questions: Annotated[
         int, flag("-n", "--num-questions", help="How many questions; default: 6.")
     ] = 6,
-    threads: Threads = DEMO_THREADS,
+    threads: Threads = None,
     as_json: Json = False,
     log: LogFlags = LogFlags(),
 ) -> int:

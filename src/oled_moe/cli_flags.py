@@ -60,7 +60,9 @@ ExpertMemory = Annotated[
         help="Memory for expert slots and staging: 8GiB, 512MiB, 50%.",
     ),
 ]
-Threads = Annotated[int | None, _engine("--threads", help="CPU threads; default: all cores.")]
+Threads = Annotated[
+    int | None, _engine("--threads", help="CPU threads; default: all cores, 1 for tiny experts.")
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,8 @@ class EngineConfig:
     what the machine has to spare. `policy` is `NAME[:key=value,...]` or an `OffloadPolicy`;
     `hardware` a `HardwareProfile`, the path of one, or None for what `doctor` stored, else a
     built-in guess. `dtype` None keeps the stored one. `cpu_experts` False turns CPU execution of
-    missing experts off. `force` loads even where the memory plan exceeds what is free.
+    missing experts off. `threads` None is torch's own number, or 1 where experts are so small that
+    more would only wait. `force` loads even where the memory plan exceeds what is free.
 
     Raises: ConfigError for a field outside its range.
     """

@@ -62,6 +62,8 @@ from oled_moe.types import MoeShape
 DEMO_MODEL = "demo"
 # Context that keys and values are planned for where nothing else is asked.
 DEFAULT_MODEL_LEN = 4096
+# Below this size of an expert, waking a second thread costs more than it computes.
+_SMALL_EXPERT_BYTES = 2**18
 # The family's ids, for checkpoints that name none (models.md 1.1).
 _DEFAULT_MASK_ID = 156895
 _DEFAULT_EOS_ID = 156892
@@ -175,8 +177,6 @@ class Engine:
                 f"{self.model_config.max_positions}, the model's max_position_embeddings"
             )
         self.hardware, self.hardware_source = _find_hardware(config)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
         sizes = WeightSizes.of(checkpoint, family, self.model_config, config)
         self.memory_plan = plan_model(
             config, self.model_config, sizes, self.max_model_len, self.hardware
@@ -215,6 +215,9 @@ class Engine:
         self._turn_owner: int | None = None
         self._num_requests = 0
         self._is_closed = False
+        self._outer_threads = torch.get_num_threads()
+        is_small = sizes.layout.weight_bytes < _SMALL_EXPERT_BYTES
+        torch.set_num_threads(config.threads or (1 if is_small else self._outer_threads))
 
     @property
     def cache(self) -> ExpertCache:
@@ -256,6 +259,7 @@ class Engine:
         if not self._is_closed:
             self._is_closed = True
             self._tiers.close()
+            torch.set_num_threads(self._outer_threads)
 
     def __enter__(self) -> "Engine":
         return self

@@ -392,9 +392,7 @@ def _tokens_per_miss(model: str | None, hub_cache: Path | None) -> tuple[float, 
     """n̄ of a model, None for the bundled one; where it comes from; warnings."""
     is_bundled = model is None or model == DEMO_MODEL
     try:
-        mean = measure_tokens_per_miss(
-            model or DEMO_MODEL, threads=1 if is_bundled else None, hub_cache=hub_cache
-        )
+        mean = measure_tokens_per_miss(model or DEMO_MODEL, hub_cache=hub_cache)
     except OledMoeError as error:
         guess = DEFAULT_PROFILE.mean_tokens_per_miss
         return guess, "a guess", [f"tokens per missed expert not measured: {error}"]
