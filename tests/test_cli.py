@@ -117,16 +117,28 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
     return run_main
 
 
+# Background jobs of a shell inherit an ignored SIGINT; a terminal's commands do not.
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from oled_moe.cli import main
+print("started", file=sys.stderr, flush=True)
+sys.exit(main())
+"""
+
+
 def start(*arguments: str, **options: Any) -> "subprocess.Popen[str]":
-    program = "import sys; from oled_moe.cli import main; sys.exit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
+    """The program in a process of its own, past its imports."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
         stdin=options.pop("stdin", subprocess.DEVNULL),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         **options,
     )
+    assert process.stderr.readline() == "started\n"
+    return process
 
 
 # generate
@@ -340,7 +352,7 @@ def test_interrupt_while_waiting_for_the_prompt(model: str) -> None:
     process = start("--log-level", "debug", "generate", model, stdin=subprocess.PIPE)
     with process:
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(1.5)
+            process.wait(0.5)
         process.send_signal(signal.SIGINT)
         err = process.stderr.read()
         assert process.wait(30) == 130

@@ -272,17 +272,13 @@ class _MissCounter:
 
 
 def measure_tokens_per_miss(
-    model: str | Path,
-    *,
-    threads: int | None = None,
-    hub_cache: Path | None = None,
-    progress: Progress | None = None,
+    model: str | Path, *, hub_cache: Path | None = None, progress: Progress | None = None
 ) -> float:
     """n̄: tokens per missed expert of a short answer with a quarter of the experts in memory.
 
     Source: policies.md 2.1; an offline figure that dispatch refines while it runs.
     """
-    config = EngineConfig(expert_memory="25%", threads=threads)
+    config = EngineConfig(expert_memory="25%")
     with Engine(model, config, hub_cache=hub_cache, progress=progress) as engine:
         counter = _MissCounter()
         engine.experts.observers.append(counter)
