@@ -48,7 +48,8 @@ def run_child(directory: str, policy: str) -> None:
 
     config = EngineConfig(expert_memory=BUDGET_BYTES, policy=policy)
     with Engine(directory, config) as engine:
-        prompt = [(i * 7919) % 32000 for i in range(300)]
+        # Long enough for prefill in pieces, whose activations are the largest.
+        prompt = [(i * 7919) % 32000 for i in range(3000)]
         params = SamplingParams(max_tokens=64, block_length=32, steps=8, ignore_eos=True)
         stats = engine.generate(prompt, params).stats
         plan = engine.memory_plan

@@ -34,14 +34,13 @@ def draw(axes: Axes, rows: list[dict[str, Any]], name: str, scale: float) -> Non
         shares = [100 * row["experts_per_layer"] / row["num_experts"] for row in mine]
         values = [row[name] * scale for row in mine]
         axes.plot(shares, values, line, color=colour, marker="o", markersize=3, label=policy)
-    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    thresholds = sorted({row["threshold"] for row in rows}, reverse=True)
+    thresholds = sorted({row["threshold"] for row in rows})
     figure, grid = plt.subplots(
         2, len(thresholds), figsize=(9, 6), layout="constrained", sharex=True, sharey="row"
     )
@@ -54,7 +53,9 @@ def main() -> None:
             f"threshold {threshold}: {passes:.1f} passes per answer", fontsize=9
         )
         grid[1][column].set_xlabel("expert slots, % of all experts")
-    grid[0][0].set_ylabel("demanded experts that were resident, %")
+    for left in grid[:, 0]:
+        left.set_ylim(bottom=0)
+    grid[0][0].set_ylabel("demanded experts resident, %")
     grid[1][0].set_ylabel("experts copied in, per forward")
     grid[1][-1].legend(frameon=False, fontsize=8)
     figure.suptitle(
