@@ -331,7 +331,7 @@ def test_generation_config_errors_name_file_and_field(values: dict[str, Any], na
     [
         ("max_model_len", "1 or more"),
         ("max_num_seqs", "1 or more"),
-        ("threads", "1 or more"),
+        ("threads", "1 to 1024"),
         ("seed", "0 to"),
     ],
 )

@@ -125,9 +125,21 @@ def test_optional_field_may_be_missing(name: str, default: object) -> None:
 @pytest.mark.parametrize(
     "values", [stored(version=PROFILE_VERSION + 1), stored(version=None), {}, [], None, "x", 3]
 )
-def test_other_version_or_no_profile_says_what_to_run(values: object) -> None:
-    with pytest.raises(ConfigError, match="oled-moe doctor"):
+def test_other_version_or_no_profile_says_what_to_run(values: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="version"):
         HardwareProfile.from_dict(values)
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"profile\.json: .*version.*oled-moe doctor"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": ' + "9" * 5000 + "}", "\0", ""])
+def test_damaged_files_are_config_errors(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"profile\.json: .*oled-moe doctor"):
+        load_profile(path)
 
 
 def test_absent_file_says_what_to_run(tmp_path: Path) -> None:
@@ -146,7 +158,7 @@ def test_garbage_file_is_a_config_error(content: bytes, tmp_path: Path) -> None:
 
 
 def test_folder_in_place_of_the_file_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is not a file"):
         load_profile(tmp_path)
 
 

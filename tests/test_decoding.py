@@ -27,6 +27,7 @@ from oled_moe.decoding import (
     StopRule,
     never_stop,
 )
+from oled_moe.errors import OledMoeError
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import Model
@@ -449,11 +450,22 @@ def test_a_model_that_prefers_the_mask_never_emits_it(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", sorted(REFERENCES))
-@pytest.mark.parametrize("value", [float("nan"), 0.0, float("inf"), float("-inf")])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nonsense_logits_end(algorithm: str, value: float, temperature: float) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_finite_are_an_error(algorithm: str, value: float) -> None:
     def script(seen: list[int], block_length: int) -> Tensor:
-        return torch.full((block_length, VOCABULARY), value)
+        logits = torch.zeros(block_length, VOCABULARY)
+        logits[0] = value
+        return logits if value > 0 or value != value else torch.full_like(logits, value)
+
+    with pytest.raises(OledMoeError, match="not finite"):
+        run(script, [1, 2], params(algorithm=algorithm), limit=100)
+
+
+@pytest.mark.parametrize("algorithm", sorted(REFERENCES))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_constant_logits_end(algorithm: str, temperature: float) -> None:
+    def script(seen: list[int], block_length: int) -> Tensor:
+        return torch.zeros(block_length, VOCABULARY)
 
     prompt = [1, 2, 3, 4, 5]
     chosen = params(algorithm=algorithm, temperature=temperature, ignore_eos=True)

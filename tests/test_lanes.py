@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from oled_moe import lanes
+from oled_moe.errors import OledMoeError
 from oled_moe.lanes import DONE, InlineLane, Lane, ThreadEvent, ThreadLane
 
 PATIENCE_S = 60.0
@@ -140,7 +141,7 @@ def test_close_ends_the_threads_and_nothing_more_is_taken() -> None:
     assert threading.active_count() == before + 4
     lane.close()
     assert threading.active_count() == before
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(OledMoeError, match="closed"):
         lane.submit(failing)
 
 

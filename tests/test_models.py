@@ -285,13 +285,25 @@ def test_other_layouts(name: str, target: ExpertPart | None) -> None:
     "name",
     [
         "model.layers.0.mlp.experts.0.up_proj.weight",
-        "model.layers.3.mlp.experts.0.up_proj.weight",
         "model.layers.1.mlp.experts.8.up_proj.weight",
         "model.layers.1.mlp.experts.0.up_proj.bias",
         "model.layers.1.mlp.experts.-1.up_proj.weight",
         "model.layers.1.mlp.experts.0.up_proj.weight.extra",
-        "model.layers.3.input_layernorm.weight",
         "model.layers.1.mlp.up_proj.weight",
+        "model.layers.2.attention.query_key_value.bias",
+    ],
+)
+def test_weights_that_config_json_denies(name: str) -> None:
+    """A config.json of another model would leave weights out without a word."""
+    with pytest.raises(CheckpointError, match="does not provide for"):
+        build_weight_map(config_with())(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.3.mlp.experts.0.up_proj.weight",
+        "model.layers.3.input_layernorm.weight",
         "lm_head.bias",
         "",
     ],

@@ -4,6 +4,7 @@ Results go to stdout, everything else to stderr; with --json stdout is one JSON 
 included. Torch, numpy and rich are imported inside commands: `--help` waits for none of them.
 """
 
+import io
 import json
 import logging
 import os
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+_TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
@@ -95,7 +97,34 @@ class LogFlags:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code of errors.py, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    is_json = "--json" in arguments
+    is_json = "--json" in arguments or os.environ.get("OLED_MOE_JSON", "").lower() in _TRUE_WORDS
+    _mend_streams()
+    try:
+        return _run(arguments, is_json=is_json)
+    except BrokenPipeError:
+        # Whoever read the output has gone; nothing is left to say, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"error: the output cannot be written ({error.strerror})", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _mend_streams() -> None:
+    """Closed streams become empty ones, and what a stream cannot encode is escaped."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _run(arguments: list[str], *, is_json: bool) -> int:
     try:
         # Without standalone mode typer raises what it would print.
         code = app(arguments, prog_name="oled-moe", standalone_mode=False)
@@ -105,14 +134,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has gone; nothing is left to say, at exit neither.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        raise
     # The one handler of what nobody expected: users get a line, not a traceback.
     except Exception as error:
         usage = _usage_message(error)
         if usage is not None:
             return _report_error(usage, 2, is_json=is_json)
+        if isinstance(error, OSError) and error.filename is None:
+            raise
         if logger.isEnabledFor(logging.DEBUG):
             traceback.print_exc()
         message = f"unexpected {type(error).__name__}: {error} (--log-level debug shows where)"
@@ -135,9 +164,11 @@ def _usage_message(error: Exception) -> str | None:
 
 
 def _report_error(message: str, exit_code: int, *, is_json: bool) -> int:
+    message = " ".join(message.split())
+    print(f"error: {message}", file=sys.stderr)
     if is_json:
         _print_json({"error": {"message": message, "exit_code": exit_code}})
-    print(f"error: {message}", file=sys.stderr)
+        sys.stdout.flush()
     return exit_code
 
 
@@ -438,6 +469,8 @@ def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str:
         return prompt
     try:
         if file is not None:
+            if file.exists() and not file.is_file():
+                raise InputError(f"{file}: is not a file; name a text file")
             return file.read_text(encoding="utf-8").removesuffix("\n")
         if not sys.stdin.isatty():
             text = sys.stdin.read()
@@ -460,7 +493,7 @@ def _versions() -> dict[str, str]:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False, indent=2, default=str))
+    print(json.dumps(value, indent=2, default=str))
 
 
 Rows = Sequence[tuple[str, str]]

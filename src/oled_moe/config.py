@@ -16,6 +16,8 @@ from oled_moe.errors import ConfigError
 
 DEVICES = ("cpu", "emulated")
 DTYPES = ("bfloat16", "float16", "float32")
+# More than any machine has cores; far more threads than that cannot even be started.
+_MAX_THREADS = 1024
 ALGORITHMS = ("low_confidence", "joint_threshold")
 
 _UNITS = {
@@ -155,7 +157,7 @@ class EngineConfig:
             check_int("max_model_len", self.max_model_len, minimum=1)
         check_int("max_num_seqs", self.max_num_seqs, minimum=1)
         if self.threads is not None:
-            check_int("threads", self.threads, minimum=1)
+            check_int("threads", self.threads, minimum=1, maximum=_MAX_THREADS)
         check_int("seed", self.seed, minimum=0, maximum=2**63 - 1)
 
 
@@ -210,9 +212,11 @@ class SamplingParams:
             "eos_token_id": 0,
             "pad_token_id": 0,
         }
+        maxima = {"max_tokens": 2**31, "block_length": 2**20, "max_post_edit_steps": 1000}
         for name, minimum in minima.items():
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), minimum=minimum, maximum=2**63 - 1)
+                maximum = maxima.get(name, 2**63 - 1)
+                check_int(name, getattr(self, name), minimum=minimum, maximum=maximum)
         for name in ("threshold", "edit_threshold"):
             if getattr(self, name) is not None:
                 check_real(name, getattr(self, name), minimum=0, maximum=1)

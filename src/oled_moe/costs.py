@@ -7,7 +7,7 @@ profile serves models with other expert shapes.
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +75,15 @@ class HardwareProfile:
     def from_dict(cls, values: Any) -> "HardwareProfile":
         """Build from parsed JSON. Raises: ConfigError naming the missing or unknown field."""
         if not isinstance(values, dict) or values.get("version") != PROFILE_VERSION:
-            raise ConfigError(
-                f"hardware profile: not a version {PROFILE_VERSION} profile; "
-                "run `oled-moe doctor` to measure this machine again"
-            )
+            raise ConfigError(f"hardware profile: not a version {PROFILE_VERSION} profile")
         known = {field.name for field in fields(cls)}
         given = {key: value for key, value in values.items() if key != "version"}
         if unknown := sorted(set(given) - known):
             raise ConfigError(f"hardware profile: unknown field {unknown[0]!r}")
-        try:
-            return cls(**given)
-        except TypeError as error:
-            raise ConfigError(f"hardware profile: {error}") from None
+        required = [field.name for field in fields(cls) if field.default is MISSING]
+        if missing := [name for name in required if name not in given]:
+            raise ConfigError(f"hardware profile: {missing[0]!r} is missing")
+        return cls(**given)
 
 
 # A guess for a desktop with a SATA-class SSD and two memory channels, used until doctor has run.
@@ -118,12 +115,19 @@ def load_profile(path: Path) -> HardwareProfile:
 
     Raises: ModelNotFoundError where there is no such file, ConfigError where it is not a profile.
     """
+    remedy = "run `oled-moe doctor` to measure this machine again"
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is not a file; {remedy}")
         return HardwareProfile.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ModelNotFoundError(f"no hardware profile at {path}; run `oled-moe doctor`") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"hardware profile {path} cannot be read: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; {remedy}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read as a hardware profile ({error}); {remedy}"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from oled_moe.config import DecodingParams
+from oled_moe.errors import OledMoeError
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import Model
@@ -162,6 +163,12 @@ class BlockDiffusionDecoder:
             )
             logits = self._forward(state.token_ids, kv, context, wants_logits=True)
             assert logits is not None
+            # One maximum shows any NaN and any overflow; without it they would decode to noise.
+            if not logits.max().isfinite():
+                raise OledMoeError(
+                    "the model computed numbers that are not finite; its weights or config.json "
+                    "are damaged, or the dtype is too narrow: download it again, or try float32"
+                )
             # The step's one synchronisation with the device.
             best_ids, confidence = sample(logits, params, generator)
             counters.num_denoise_forwards += 1

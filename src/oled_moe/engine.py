@@ -5,7 +5,9 @@ device is one more branch there: a stream lane for copies, one for compute, its 
 store of pinned memory; nothing that decides or moves changes.
 """
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -49,6 +51,7 @@ from oled_moe.errors import (
 from oled_moe.experts import OffloadedExperts
 from oled_moe.kernels import KERNELS
 from oled_moe.lanes import InlineLane, Lane, ThreadLane
+from oled_moe.layers import ATTENTION_SLICE
 from oled_moe.memory import MemoryPlan, ModelMemory, plan_memory, process_memory_bytes
 from oled_moe.metrics import ExpertCounters, GenerationStats
 from oled_moe.models import Family, ModelConfig, find_family
@@ -112,12 +115,16 @@ def find_model(model: str | Path, *, hub_cache: Path | None = None) -> Path:
 
     Raises: ModelNotFoundError with the command that downloads the model.
     """
+    if not isinstance(model, str | Path):
+        raise ConfigError(f"model is {model!r}; allowed: `demo`, a directory, a hub id ORG/NAME")
     if str(model) == DEMO_MODEL:
         return Path(__file__).parent / "demo"
-    path = Path(model)
-    if path.exists():
-        return path
-    name = str(model)
+    path, name = Path(model), str(model)
+    try:
+        if name and path.exists():
+            return path
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"{name[:200]!r} cannot be a path: {error}") from None
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         hub_cache = hub_cache or Path.home() / ".cache" / "huggingface" / "hub"
         snapshot = _find_snapshot(hub_cache / f"models--{name.replace('/', '--')}")
@@ -161,6 +168,8 @@ class Engine:
         hub_cache: Path | None = None,
         progress: Progress | None = None,
     ) -> None:
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(f"config is {config!r}; allowed: EngineConfig, None")
         self.config = config = config or EngineConfig()
         self.path = find_model(model, hub_cache=hub_cache)
         checkpoint = Checkpoint.open(self.path)
@@ -212,9 +221,11 @@ class Engine:
             end_forward=lambda is_denoise: self.cache.end_forward(is_denoise=is_denoise),
         )
         self._turn = threading.Lock()
-        self._turn_owner: int | None = None
+        self._turn_owner: threading.Thread | None = None
+        self._process_id = os.getpid()
         self._num_requests = 0
-        self._is_closed = False
+        # An engine that is dropped without being closed must not leave its threads behind.
+        self._release = weakref.finalize(self, self._tiers.close)
         self._outer_threads = torch.get_num_threads()
         is_small = sizes.layout.weight_bytes < _SMALL_EXPERT_BYTES
         torch.set_num_threads(config.threads or (1 if is_small else self._outer_threads))
@@ -250,15 +261,17 @@ class Engine:
         The prompt is checked at once; the engine is busy from the first event until the last, or
         until the iterator is closed. Raises: as `generate`.
         """
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ConfigError(f"params is {params!r}; allowed: SamplingParams, None")
+        self._check_open()
         prompt_ids = self._prompt_ids(prompt)
         resolved = self._resolve(params or SamplingParams(), len(prompt_ids))
         return self._run(prompt_ids, resolved)
 
     def close(self) -> None:
         """Release memory, files and threads."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._tiers.close()
+        if self._release.alive:
+            self._release()
             torch.set_num_threads(self._outer_threads)
 
     def __enter__(self) -> "Engine":
@@ -315,16 +328,24 @@ class Engine:
             self.experts.observers.remove(experts)
             self.cache.check()
 
-    def _take_turn(self) -> None:
-        if self._is_closed:
+    def _check_open(self) -> None:
+        if not self._release.alive:
             raise OledMoeError("the engine is closed; make a new one")
-        if self._turn_owner == threading.get_ident():
+
+    def _take_turn(self) -> None:
+        self._check_open()
+        if os.getpid() != self._process_id:
+            raise OledMoeError(
+                "this process was forked from the one that made the engine and lacks its threads; "
+                "make the engine after the fork"
+            )
+        if self._turn_owner is threading.current_thread():
             raise OledMoeError(
                 "this thread is still streaming an answer from this engine; finish or close that "
                 "iterator first"
             )
         self._turn.acquire()
-        self._turn_owner = threading.get_ident()
+        self._turn_owner = threading.current_thread()
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -332,7 +353,7 @@ class Engine:
                 raise InputError(
                     f"{self.path} has no tokenizer.json; give the prompt as a list of token ids"
                 )
-            return self.tokenizer.encode(prompt)
+            prompt = self.tokenizer.encode(prompt)
         vocab_size = self.model_config.vocab_size
         try:
             prompt_ids = [index(token_id) for token_id in prompt]
@@ -535,13 +556,15 @@ def plan_model(
     num_prefill = min(max_model_len, MAX_PREFILL_TOKENS)
     rows_bytes = num_prefill * model.hidden_size * (2 * model.top_k * itemsize + 6 * itemsize + 8)
     logits_bytes = 2 * 4 * model.vocab_size * 64
+    # Scores, their softmax and one temporary of a slice of queries, in fp32.
+    scores_bytes = 3 * 4 * model.num_heads * ATTENTION_SLICE * max_model_len
     is_emulated = config.device == "emulated"
     buffers = hardware.disk_queue_depth * layout.slot_bytes * (2 if sizes.is_converted else 1)
     memory = ModelMemory(
         process_bytes=process_memory_bytes(),
         dense_bytes=sizes.dense_bytes,
         kv_bytes=kv_per_token * max_model_len * config.max_num_seqs,
-        activation_bytes=rows_bytes + logits_bytes,
+        activation_bytes=rows_bytes + logits_bytes + scores_bytes,
         buffer_bytes=0 if is_emulated else buffers,
         host_expert_bytes=shape.num_experts_total * layout.slot_bytes if is_emulated else 0,
     )

@@ -354,12 +354,18 @@ def check_machine(
     for name in DEVICES if device is None else (device,):
         profile = to_profile(measured, name, mean_tokens_per_miss=mean)
         path = default_profile_path(name)
+        is_stored = False
         if saves:
-            save_profile(profile, path)
+            # What was measured is shown all the same.
+            try:
+                save_profile(profile, path)
+                is_stored = True
+            except OledMoeError as error:
+                notes.append(f"the profile was not stored: {error}")
         devices[name] = {
             **asdict(expert_times(profile, measured.expert_bytes)),
             "profile": json.loads(profile.to_json()),
-            "stored_at": str(path) if saves else None,
+            "stored_at": str(path) if is_stored else None,
         }
     first = next(iter(devices.values()))
     return {

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from oled_moe.errors import OledMoeError
+
 Work = Callable[[], None]
 
 
@@ -101,7 +103,7 @@ class ThreadLane:
 
     def submit(self, work: Work, after: Sequence[Event] = ()) -> Event:
         if self._is_closed:
-            raise RuntimeError("the lane is closed")
+            raise OledMoeError("the engine is closed; make a new one")
         event = ThreadEvent()
         delay_s = self._random.uniform(0, self._jitter_s) if self._jitter_s else 0.0
         self._queue.put((work, after, event, delay_s))

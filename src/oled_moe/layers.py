@@ -14,6 +14,9 @@ from torch import Tensor
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.types import ForwardContext
 
+# Most queries of a prompt whose attention scores exist at once.
+ATTENTION_SLICE = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -108,16 +111,35 @@ def block_attention(
     """
     num_queries, num_keys = queries_TQH.shape[0], keys_GSH.shape[1]
     start = num_keys - num_queries
-    mask = None
-    if start // block_length != (num_keys - 1) // block_length:
-        query_blocks = torch.arange(start, num_keys) // block_length
-        key_blocks = torch.arange(num_keys) // block_length
-        mask = key_blocks[None, :] <= query_blocks[:, None]
+    if start // block_length == (num_keys - 1) // block_length:
+        return _attend(queries_TQH, keys_GSH, values_GSH, None)
+    # In slices of whole blocks: the scores of a long prompt at once would take the most memory of
+    # all, and a slice leaves out the keys that none of its queries may see.
+    step = max(1, ATTENTION_SLICE // block_length) * block_length
+    parts = []
+    for first in range(start, num_keys, step):
+        end = min(first + step, num_keys)
+        query_blocks = torch.arange(first, end) // block_length
+        key_blocks = torch.arange(end) // block_length
+        parts.append(
+            _attend(
+                queries_TQH[first - start : end - start],
+                keys_GSH[:, :end],
+                values_GSH[:, :end],
+                key_blocks[None, :] <= query_blocks[:, None],
+            )
+        )
+    return torch.cat(parts)
+
+
+def _attend(
+    queries_TQH: Tensor, keys_GSH: Tensor, values_GSH: Tensor, mask_TS: Tensor | None
+) -> Tensor:
     out_QTH = F.scaled_dot_product_attention(
         queries_TQH.transpose(0, 1)[None],
         keys_GSH[None],
         values_GSH[None],
-        attn_mask=mask,
+        attn_mask=mask_TS,
         enable_gqa=True,
     )[0]
     return out_QTH.transpose(0, 1).flatten(1)

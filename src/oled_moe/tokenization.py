@@ -24,7 +24,8 @@ _TEMPLATE_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
-    RecursionError,
+    MemoryError,
+    RuntimeError,
     TypeError,
     ValueError,
 )
@@ -75,6 +76,11 @@ class Tokenizer:
             raise InputError(
                 "the text is not valid Unicode (it holds half of a surrogate pair); send UTF-8"
             ) from None
+        # A panic of the library, such as a pattern that backtracks without end, is no Exception.
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InputError(f"the tokenizer failed on this text: {error}") from None
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -84,7 +90,10 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact text."""
-        token_id: int | None = self._raw.token_to_id(token)
+        try:
+            token_id: int | None = self._raw.token_to_id(token)
+        except UnicodeError:
+            return None
         return token_id
 
     @property
@@ -151,7 +160,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(_read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); download it again") from None
     if not isinstance(settings, dict):
         raise CheckpointError(f"{path}: is not a JSON object; download it again")

@@ -32,6 +32,11 @@ from oled_moe.store import ExpertPart
 
 Probe = Callable[[str, Tensor], None]
 
+# Far beyond any model; larger values are damage, and would be built before anything is compared.
+_MAX_SIZE = 2**24
+_MAX_LAYERS = 1000
+_MAX_EXPERTS = 2**15 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -77,8 +82,8 @@ class Config:
         num_heads = read.whole("num_attention_heads")
         hidden_size = read.whole("hidden_size")
         head_size = read.whole("head_dim", default=hidden_size // num_heads)
-        num_layers = read.whole("num_hidden_layers")
-        num_experts = read.whole("num_experts")
+        num_layers = read.whole("num_hidden_layers", maximum=_MAX_LAYERS)
+        num_experts = read.whole("num_experts", maximum=_MAX_EXPERTS)
         rope = values.get("rope_parameters") or {}
         rotary_size = read.whole("rotary_dim", default=head_size // 2)
         nested = rope.get("partial_rotary_factor")
@@ -144,18 +149,26 @@ class _FieldReader:
     def error(self, name: str, allowed: str) -> CheckpointError:
         if name not in self._values:
             return CheckpointError(f"config.json: {name} is missing; allowed: {allowed}")
-        return CheckpointError(f"config.json: {name} is {self._values[name]!r}; allowed: {allowed}")
+        value = repr(self._values[name])
+        return CheckpointError(f"config.json: {name} is {value[:200]}; allowed: {allowed}")
 
     def rotary_error(self, allowed: str) -> CheckpointError:
         """Of the two names for the rotated part, the one that was used."""
         has_share = self._values.get("partial_rotary_factor") is not None
         return self.error("partial_rotary_factor" if has_share else "rotary_dim", allowed)
 
-    def whole(self, name: str, *, default: int | None = None, minimum: int = 1) -> int:
+    def whole(
+        self,
+        name: str,
+        *,
+        default: int | None = None,
+        minimum: int = 1,
+        maximum: int = _MAX_SIZE,
+    ) -> int:
         value = self._values.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.error(name, f"a whole number, {minimum} or more")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.error(name, f"a whole number, {minimum} to {maximum}")
         return value
 
     def real(self, name: str, *, default: Any, maximum: float = float("inf")) -> float:
@@ -212,6 +225,7 @@ _EXPERT_NAME = re.compile(
     r"model\.layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?"
     r"(gate_proj|up_proj|down_proj|gate_up_proj)(?:\.weight)?"
 )
+_LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.(?:mlp|attention)\.")
 _MATRICES: dict[str, Any] = {
     "gate_proj": "gate",
     "up_proj": "up",
@@ -234,6 +248,12 @@ def build_weight_map(config: Config) -> WeightMap:
         if name.endswith("rotary_emb.inv_freq"):
             return None
         if name not in shapes:
+            match = _LAYER_NAME.match(name)
+            if match and int(match[1]) < config.num_layers:
+                raise CheckpointError(
+                    f"the checkpoint holds {name}, which config.json does not provide for; "
+                    "take the config.json that belongs to these weights"
+                )
             raise KeyError(name)
         return name
 
