@@ -35,6 +35,9 @@ class DecayedTokensRetentionPolicy:
         return np.array([layer.get(int(expert), 0.0) for expert in expert_ids])
 
 
+QUESTIONS = ("What is 12 + 30?", "What is the capital of Peru?", "Calculate 7 * 8.")
+
+
 def main() -> None:
     own = OffloadPolicy(
         "decayed-tokens",
@@ -42,14 +45,20 @@ def main() -> None:
         UniformAllocationPolicy(),
         LoadAllDispatchPolicy(),
     )
+    # One token per pass: with many passes over a block there is something to keep from one to the
+    # next, as with large models.
+    params = SamplingParams(max_tokens=64, threshold=1.0, eos_early_stop=True)
     for policy in ("naive-lru", own, "priority"):
-        config = EngineConfig(experts_per_layer=24, policy=policy)
-        with Engine("demo", config) as engine:
+        with Engine("demo", EngineConfig(experts_per_layer=24, policy=policy)) as engine:
             assert engine.tokenizer is not None
-            messages = [{"role": "user", "content": "What is 12 + 30?"}]
-            prompt = engine.tokenizer.apply_chat_template(messages)
-            result = engine.generate(prompt, SamplingParams(max_tokens=64))
-            print(f"{engine.policy.name:15} hit rate {result.stats.hit_rate:.3f}  {result.text}")
+            results = []
+            for question in QUESTIONS:
+                messages = [{"role": "user", "content": question}]
+                prompt = engine.tokenizer.apply_chat_template(messages)
+                results.append(engine.generate(prompt, params))
+            hit_rate = sum(result.stats.hit_rate for result in results) / len(results)
+            answers = "; ".join(result.text or "" for result in results)
+            print(f"{engine.policy.name:15} hit rate {hit_rate:.3f}  {answers}")
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def test_generate_prints_the_text_alone(run: Run, model: str) -> None:
         )
         assert out.removesuffix("\n") == engine.generate(prompt, params).text.removesuffix("\n")
     assert "block length 4, threshold 0.9," in err
-    assert "built in, not measured" in err
+    assert "not measured: run" in err
     for words in ("device", "policy       oled", "threads      1", "total", "hit rate"):
         assert words in err
     assert "\x1b" not in out + err
@@ -201,7 +201,7 @@ def test_json_is_one_object_with_everything(run: Run, model: str) -> None:
 def test_emulated_says_so(run: Run, model: str) -> None:
     _, _, err = run("generate", model, "-p", "hello", "--device", "emulated", *SHORT)
     assert "emulated (a device simulated on this CPU)" in err
-    assert "per token (emulated device)" in err
+    assert "per token from the end of prefill on (emulated device)" in err
 
 
 def test_token_ids_where_there_is_no_tokenizer(run: Run, bare_model: str) -> None:

@@ -1,5 +1,6 @@
 """The engine as users call it: devices, budgets, prompts, streaming, failures, concurrency."""
 
+import gc
 import json
 import threading
 from dataclasses import asdict, replace
@@ -144,7 +145,8 @@ def test_missing_wait_shows_as_nan(tiny: Path, monkeypatch: pytest.MonkeyPatch) 
     with open_engine(tiny, "emulated", hardware=slow, cpu_experts=False) as engine:
         seen: list[bool] = []
         engine.model.probe = lambda name, value: seen.append(bool(value.isnan().any()))  # type: ignore[attr-defined]  # LLaDA2's own
-        engine.generate([1, 2, 3], replace(PARAMS, max_tokens=8))
+        with pytest.raises(OledMoeError, match="not finite"):
+            engine.generate([1, 2, 3], replace(PARAMS, max_tokens=8))
     assert any(seen)
 
 
@@ -457,3 +459,76 @@ def test_tiny_experts_run_on_one_thread(tiny: Path) -> None:
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_dropped_engines_leave_no_threads(tiny: Path) -> None:
+    num_threads = threading.active_count()
+    for device in ("cpu", "emulated"):
+        engine = open_engine(tiny, device)
+        engine.generate([1], PARAMS)
+        assert threading.active_count() > num_threads
+        del engine
+        gc.collect()
+        assert threading.active_count() == num_threads
+
+
+def test_forked_process_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine(tiny) as engine:
+        monkeypatch.setattr("os.getpid", lambda: -1)
+        with pytest.raises(OledMoeError, match="forked"):
+            engine.generate([1], PARAMS)
+
+
+def test_stream_of_a_thread_that_ended_does_not_accuse_another(tiny: Path) -> None:
+    """Identifiers of ended threads are given out again; the turn is the thread's own."""
+    with open_engine(tiny) as engine:
+        streams = []
+
+        def begin() -> None:
+            streams.append(engine.stream([1], PARAMS))
+            next(streams[0])
+
+        answers: list[list[int]] = []
+        first = threading.Thread(target=begin)
+        first.start()
+        first.join()
+        second = threading.Thread(
+            target=lambda: answers.append(engine.generate([1], PARAMS).token_ids)
+        )
+        second.start()
+        second.join(0.2)
+        assert second.is_alive(), "it waits for its turn"
+        streams[0].close()  # type: ignore[attr-defined]  # a generator
+        second.join()
+        assert answers == [engine.generate([1], PARAMS).token_ids]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.generate([1], {"max_tokens": 5}),
+        lambda engine: Engine(None),
+        lambda engine: Engine(b"demo"),
+        lambda engine: Engine("demo", {"device": "cpu"}),
+    ],
+)
+def test_arguments_of_a_wrong_kind(tiny: Path, call: Any) -> None:
+    with open_engine(tiny) as engine, pytest.raises(ConfigError):
+        call(engine)
+
+
+def test_damaged_weights_are_an_error(tiny: Path, tmp_path: Path) -> None:
+    weights = synthetic_llada2(CONFIG, dtype=torch.float32, seed=3)
+    weights["model.layers.1.mlp.experts.2.up_proj.weight"][:] = float("nan")
+    weights["model.norm.weight"][0] = float("nan")
+    write_checkpoint(tmp_path, weights, CONFIG)
+    with open_engine(tmp_path) as engine, pytest.raises(OledMoeError, match="not finite"):
+        engine.generate([1], PARAMS)
+
+
+def test_tokenizer_with_ids_beyond_the_vocabulary(tiny: Path, tmp_path: Path) -> None:
+    weights = synthetic_llada2(CONFIG | {"vocab_size": 258}, dtype=torch.float32, seed=3)
+    write_checkpoint(tmp_path, weights, CONFIG | {"vocab_size": 258})
+    write_tokenizer(tmp_path)
+    with open_engine(tmp_path) as engine, pytest.raises(InputError, match="allowed: 0 to 257"):
+        engine.generate("<|filler|>", PARAMS)

@@ -14,7 +14,8 @@ PACKAGE = "oled_moe"
 ROOT = Path(oled_moe.__file__).parent
 
 LAYERS: dict[str, tuple[str, ...]] = {
-    "0": ("types", "errors", "registry", "config"),
+    # `demo` is a folder of data with a docstring.
+    "0": ("types", "errors", "registry", "config", "demo"),
     "1": ("policies", "cache", "costs"),
     "2a": ("traces", "simulator"),
     "2b": ("lanes", "store", "slots", "kernels"),

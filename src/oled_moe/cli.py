@@ -177,8 +177,12 @@ def root(
     context: typer.Context,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
+    is_version: Annotated[bool, flag("--version", help="Print the version.")] = False,
 ) -> None:
     _configure_logging(log_level or "warning", log_format or "text")
+    if is_version:
+        print(f"oled-moe {oled_moe.__version__}")
+        raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -202,7 +206,6 @@ def demo(
     token for token; otherwise the exit code is 1.
     """
     _use(log)
-    check_int("num-questions", num_questions, minimum=1)
     # Experts computed on the CPU may round differently; without them the tokens must agree.
     config = EngineConfig(
         device=device or "cpu",
@@ -584,8 +587,14 @@ def _run_demo(config: EngineConfig, num_questions: int, *, is_quiet: bool) -> "D
     from oled_moe.demo_screen import DemoRun, load_questions, pick_questions
     from oled_moe.engine import find_model
 
-    questions = pick_questions(load_questions(find_model("demo")), num_questions)
-    console = None if is_quiet else Console(highlight=False, soft_wrap=True)
+    bundled = load_questions(find_model("demo"))
+    check_int("num-questions", num_questions, minimum=1, maximum=len(bundled))
+    questions = pick_questions(bundled, num_questions)
+    console = (
+        None
+        if is_quiet
+        else Console(highlight=False, width=None if sys.stdout.isatty() else 10_000)
+    )
     with _open_engine("demo", config) as engine:
         facts = {
             "device": config.device,

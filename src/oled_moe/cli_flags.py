@@ -57,7 +57,7 @@ ExpertMemory = Annotated[
     _engine(
         "--expert-memory",
         metavar="SIZE",
-        help="Memory for expert slots and staging: 8GiB, 512MiB, 50%.",
+        help="Memory for expert slots and staging: 8GiB, 512MiB, or 50% of all experts.",
     ),
 ]
 Threads = Annotated[
@@ -128,7 +128,10 @@ class SamplingFlags:
         int | None, _decoding("--max-tokens", help="Longest answer; default: 256.")
     ] = None
     block_length: Annotated[
-        int | None, _decoding("--block-length", help="Tokens denoised together; default: 32.")
+        int | None,
+        _decoding(
+            "--block-length", help="Tokens denoised together; default: the model's, else 32."
+        ),
     ] = None
     steps: Annotated[
         int | None,

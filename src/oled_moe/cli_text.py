@@ -77,7 +77,10 @@ def stats_rows(engine: "Engine", result: "GenerationResult") -> Rows:
     """What one answer took."""
     stats = result.stats
     is_emulated = engine.config.device == "emulated"
-    speed = f"first token after {seconds(stats.ttft_s)}, then {seconds(stats.tpot_s)} per token"
+    speed = (
+        f"first token after {seconds(stats.ttft_s)}; "
+        f"{seconds(stats.tpot_s)} per token from the end of prefill on"
+    )
     return [
         ("answer", f"{count(len(result.token_ids), 'token')}, ended by {result.finish_reason}"),
         ("speed", speed + (" (emulated device)" if is_emulated else "")),
@@ -89,7 +92,7 @@ def stats_rows(engine: "Engine", result: "GenerationResult") -> Rows:
         ),
         (
             "experts",
-            f"hit rate {percent(stats.hit_rate)}, slots in use "
+            f"hit rate {percent(stats.hit_rate)}, utilisation "
             f"{percent(stats.expert_cache_utilization)}, {stats.expert_loads} loads "
             f"({format_size(stats.bytes_loaded)}), {stats.cpu_expert_runs} run on the CPU",
         ),
@@ -114,7 +117,7 @@ def comparison_rows(
         row("expert memory", lambda s: format_size(s["expert_memory_bytes"])),
         row("experts held at most", lambda s: f"{s['max_resident_experts']} of {num_experts}"),
         row("hit rate", lambda s: percent(s["hit_rate"])),
-        row("slots in use", lambda s: percent(s["expert_cache_utilization"])),
+        row("utilisation", lambda s: percent(s["expert_cache_utilization"])),
         row("expert loads", lambda s: str(s["expert_loads"])),
         row("bytes loaded", lambda s: format_size(s["bytes_loaded"])),
         row("denoising forwards", lambda s: str(s["num_denoise_forwards"])),

@@ -98,7 +98,6 @@ DEFAULT_PROFILE = HardwareProfile(
     disk_direct_bytes_per_s=1.0e9,
     disk_buffered_bytes_per_s=1.0e9,
     disk_queue_depth=4,
-    note="not measured; run `oled-moe doctor`",
 )
 
 # What `emulated` plays until a profile says otherwise: a PCIe 4.0 x16 card.

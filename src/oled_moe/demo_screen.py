@@ -23,7 +23,7 @@ QUESTIONS_NAME = "questions.json"
 MASK = "▒"
 MAX_TOKENS = 128
 # Least time a frame stays: steps of so small a model are too fast to be seen.
-FRAME_S = 0.06
+FRAME_S = 0.15
 # From which confidence on a fresh token has which colour.
 CONFIDENCE_STYLES = ((0.95, "bold green"), (0.7, "bold yellow"), (0.0, "bold red"))
 
@@ -156,8 +156,11 @@ class Asked:
         """Decode at once."""
         return Answer(self.question, self._engine.generate(self._prompt, self._params))
 
-    def frame(self, event: StepEvent) -> Text:
-        """The answer as it stands: masks dim, tokens of this step coloured by confidence."""
+    def frame(self, event: StepEvent, *, is_before: bool = False) -> Text:
+        """The answer as it stands: masks dim, tokens of this step coloured by confidence.
+
+        `is_before`: as it stood before this step.
+        """
         if event.block_id != self._block_id:
             self._block_id, self._before_block = event.block_id, self._so_far
         self._so_far = event.text or ""
@@ -167,7 +170,7 @@ class Asked:
         for position, (token_id, is_masked) in enumerate(block, start=event.block_start):
             if position < self._num_prompt_tokens:
                 continue
-            if is_masked:
+            if is_masked or (is_before and position in confidence):
                 text.append(MASK, "dim")
             else:
                 style = _style_of(confidence[position]) if position in confidence else ""
@@ -229,10 +232,14 @@ def _follow(
             event = frames.get()
             if isinstance(event, BaseException):
                 raise event
-            step = f"    block {event.block_id}, step {event.step_id}, {event.num_masked} masked"
-            frame = Group(title, _indented(asked.frame(event)), Text(step, "dim"))
-            live.update(frame, refresh=True)
-            time.sleep(FRAME_S)
+            # A block begins as masks; without this frame one that fills at once shows none.
+            for is_before in (True, False) if event.step_id == 0 else (False,):
+                num_masked = event.num_masked + (len(event.changes) if is_before else 0)
+                num_steps = event.step_id + (not is_before)
+                step = f"    block {event.block_id}, {num_steps} steps, {num_masked} masks left"
+                text = _indented(asked.frame(event, is_before=is_before))
+                live.update(Group(title, text, Text(step, "dim")), refresh=True)
+                time.sleep(FRAME_S)
             if event.result is not None:
                 return Answer(asked.question, event.result)
 

@@ -500,7 +500,7 @@ def _find_hardware(config: EngineConfig) -> tuple[HardwareProfile, str]:
     if path.is_file():
         return load_profile(path), str(path)
     profile = DEFAULT_EMULATED_PROFILE if config.device == "emulated" else DEFAULT_PROFILE
-    return profile, "built in, not measured: run `oled-moe doctor`"
+    return profile, "not measured: run `oled-moe doctor`"
 
 
 @dataclass(frozen=True, slots=True)
