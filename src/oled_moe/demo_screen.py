@@ -236,7 +236,7 @@ def _follow(
             for is_before in (True, False) if event.step_id == 0 else (False,):
                 num_masked = event.num_masked + (len(event.changes) if is_before else 0)
                 num_steps = event.step_id + (not is_before)
-                step = f"    block {event.block_id}, {num_steps} steps, {num_masked} masks left"
+                step = f"    block {event.block_id}, step {num_steps}, {num_masked} masks left"
                 text = _indented(asked.frame(event, is_before=is_before))
                 live.update(Group(title, text, Text(step, "dim")), refresh=True)
                 time.sleep(FRAME_S)
