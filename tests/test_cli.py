@@ -583,3 +583,30 @@ def test_combined_statistics() -> None:
         "max_resident_experts": 7,
     }  # fmt: skip
     assert {name: combined[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_flag_wins_over_what_it_excludes_in_the_environment(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OLED_MOE_MEMORY", "1B")
+    monkeypatch.setenv("OLED_MOE_PROMPT", "from the environment")
+    code, out, _ = run("generate", model, "--json", "--prompt-ids", "1,2", "--expert-memory", "50%")
+    assert code == 0
+    assert json.loads(out)["plan"]["num_slots"] + json.loads(out)["plan"]["num_staging"] == 8
+
+
+def test_json_from_the_environment_holds_for_errors(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OLED_MOE_JSON", "1")
+    code, out, _ = run("generate", "./nowhere", "-p", "x")
+    assert code == 3 and json.loads(out)["error"]["exit_code"] == 3
+
+
+@pytest.mark.parametrize("redirect", [">&-", "2>&-", "<&-", "> /dev/full", "| true"])
+@pytest.mark.parametrize("command", ["version --json", "inspect ./nowhere --json", "version"])
+def test_streams_that_are_closed_or_full_make_no_traceback(redirect: str, command: str) -> None:
+    shell = f"{sys.executable} -m oled_moe {command} {redirect}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.returncode in (0, 1, 3)

@@ -144,7 +144,7 @@ def test_missing_wait_shows_as_nan(tiny: Path, monkeypatch: pytest.MonkeyPatch) 
     slow = replace(QUICK, copy_latency_s=3e-3, emulated_jitter_s=0.0)
     with open_engine(tiny, "emulated", hardware=slow, cpu_experts=False) as engine:
         seen: list[bool] = []
-        engine.model.probe = lambda name, value: seen.append(bool(value.isnan().any()))  # type: ignore[attr-defined]  # LLaDA2's own
+        engine.model.probe = lambda name, value: seen.append(bool(value.isnan().any()))
         with pytest.raises(OledMoeError, match="not finite"):
             engine.generate([1, 2, 3], replace(PARAMS, max_tokens=8))
     assert any(seen)
@@ -201,7 +201,7 @@ def test_prompts_as_text_or_ids(tiny: Path) -> None:
         from_text, from_ids = engine.generate("What?", PARAMS), engine.generate(ids, PARAMS)
         assert from_text.token_ids == from_ids.token_ids
         assert from_text.text == from_ids.text == engine.tokenizer.decode(from_ids.token_ids)
-        as_array = engine.generate(np.array(ids), PARAMS)  # type: ignore[arg-type]  # any ints do
+        as_array = engine.generate(np.array(ids), PARAMS)
         assert as_array.token_ids == from_ids.token_ids
         assert engine.generate("", PARAMS).token_ids == engine.generate([], PARAMS).token_ids
 
@@ -333,7 +333,7 @@ def test_streams_of_one_thread_do_not_deadlock(tiny: Path) -> None:
         next(stream)
         with pytest.raises(OledMoeError, match="still streaming"):
             engine.generate([2], PARAMS)
-        stream.close()  # type: ignore[attr-defined]  # a generator
+        stream.close()
         engine.generate([2], PARAMS)
 
 
@@ -345,7 +345,7 @@ def test_abandoned_stream_leaves_the_engine_whole(
             stream = engine.stream(list(prompt), PARAMS)
             next(stream)
             next(stream)
-            stream.close()  # type: ignore[attr-defined]  # a generator
+            stream.close()
             assert engine.generate(list(prompt), PARAMS).token_ids == expected
         assert engine.experts.observers == []
 
@@ -498,7 +498,7 @@ def test_stream_of_a_thread_that_ended_does_not_accuse_another(tiny: Path) -> No
         second.start()
         second.join(0.2)
         assert second.is_alive(), "it waits for its turn"
-        streams[0].close()  # type: ignore[attr-defined]  # a generator
+        streams[0].close()
         second.join()
         assert answers == [engine.generate([1], PARAMS).token_ids]
 

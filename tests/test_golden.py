@@ -81,7 +81,7 @@ def run_forward(
             (Segment(cache, count, wants_logits),),
             context,
         )
-        engine.model.probe = shown.__setitem__  # type: ignore[attr-defined]  # LLaDA2's own
+        engine.model.probe = shown.__setitem__
         logits = engine.model.forward(batch)
         cache.advance(count)
     assert logits is not None

@@ -23,6 +23,13 @@ MODEL_HELP = "`demo`, a directory, or a hub id ORG/NAME that is in the local cac
 _ALGORITHM_ALIASES = {"LowConfidence": "low_confidence", "JointThreshold": "joint_threshold"}
 
 
+# Of each group at most one may be set.
+_EXCLUSIVE = (
+    ("experts_per_layer", "expert_memory", "memory"),
+    ("prompt", "prompt_file", "prompt_ids"),
+)
+
+
 def flag(*names: str, help: str, panel: str | None = None, **options: Any) -> Any:
     """One flag with its environment variable, which is named after its first long name."""
     long_name = next(name for name in names if name.startswith("--")).split("/")[0]
@@ -251,6 +258,20 @@ def takes_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 class PanelCommand(typer.core.TyperCommand):
     """Plain help, its flags grouped by panel. Importing rich for it would take too long."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Flags that exclude each other: one that is given wins over one from the environment."""
+        for group in _EXCLUSIVE:
+            source_of = {
+                name: ctx.get_parameter_source(name).name
+                for name in group
+                if ctx.params.get(name) is not None
+            }
+            if "COMMANDLINE" in source_of.values():
+                for name, source in source_of.items():
+                    if source == "ENVIRONMENT":
+                        ctx.params[name] = None
+        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
