@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from provenance import provenance
+
 CONFIG: dict[str, Any] = {
     "model_type": "llada2_moe",
     "vocab_size": 32768,
@@ -102,7 +104,7 @@ def main() -> None:
         write_synthetic(Path(scratch))
         child = [sys.executable, __file__, "--child", scratch, "--policy", arguments.policy]
         row = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout)
-    print(json.dumps(row))
+    print(json.dumps(row | provenance()))
     if row["peak_over_plan"] > 1.1:
         raise SystemExit("peak memory exceeds the plan by more than 10 %")
 

@@ -14,6 +14,7 @@ import json
 import time
 
 import numpy as np
+from provenance import provenance
 
 from oled_moe.cache import ExpertCache
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, CostModel
@@ -108,9 +109,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--even", action="store_true", help="about 117 active experts a layer")
     passes = routings(seed=0, skew=0.6 if parser.parse_args().even else 0.2)
+    base = provenance()
     for policy in POLICIES:
         for experts_per_layer in (40, 100, 180):
-            print(json.dumps(measure(policy, experts_per_layer, passes)), flush=True)
+            row = measure(policy, experts_per_layer, passes) | base
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
