@@ -672,7 +672,9 @@ def test_seeds_of_a_request() -> None:
     def answer(seed: int, script: Script) -> list[int]:
         return run(script, [1], params(temperature=1.0, max_tokens=40, seed=seed)).answer
 
-    flat: Script = lambda seen, length: torch.zeros(length, VOCABULARY)  # noqa: E731
+    def flat(seen: list[int], block_length: int) -> Tensor:
+        return torch.zeros(block_length, VOCABULARY)
+
     assert answer(3, flat) == answer(3, flat)
     assert answer(3, flat) != answer(4, flat)
     assert MASK not in answer(3, flat)

@@ -17,7 +17,7 @@ from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import FAMILIES, Model, find_family
 from oled_moe.models.llada2_moe import Config, build_weight_map, kept_dtypes, parameter_shapes
 from oled_moe.store import ExpertPart
-from oled_moe.types import ForwardContext, ForwardRow, Phase
+from oled_moe.types import ForwardContext, ForwardRow, LayerDemand, LayerPlan, Phase
 
 VALUES: dict[str, Any] = {
     "model_type": "llada2_moe",
@@ -386,7 +386,10 @@ def test_sequences_in_one_forward_do_not_touch(engine: Engine, wants: tuple[bool
 
 def test_a_forward_without_logits_skips_the_last_layers_experts(engine: Engine) -> None:
     seen: list[int] = []
-    observer = lambda demand, plan: seen.append(demand.layer)  # noqa: E731
+
+    def observer(demand: LayerDemand, plan: LayerPlan) -> None:
+        seen.append(demand.layer)
+
     engine.experts.observers.append(observer)
     try:
         forward(engine.model, [(engine.model.new_kv(8), [1] * 8, False)])

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from oled_moe.config import DecodingParams, SamplingParams
+from oled_moe.errors import OledMoeError
 from oled_moe.types import IntArray
 from oled_moe.unmasking import (
     UNMASKING,
     BlockState,
     ConfidenceArray,
-    JointThresholdUnmasking,
-    LowConfidenceUnmasking,
+    JointThresholdUnmaskingPolicy,
+    LowConfidenceUnmaskingPolicy,
     UnmaskingPolicy,
     filtered_probabilities,
     sample,
@@ -79,7 +80,7 @@ def test_golden_fixed_count() -> None:
     assert transfer_schedule(16, 6)[0] == row["k"]
     best_ids, confidence = sample(golden["single.logits"], chosen, None)
     masked = state.is_masked.copy()
-    update = LowConfidenceUnmasking(chosen).update(state, best_ids, confidence)
+    update = LowConfidenceUnmaskingPolicy(chosen).update(state, best_ids, confidence)
     assert (best_ids[masked] == golden["single.fixed_k3.x0"].numpy()[masked]).all()
     assert (update.accepted == golden["single.fixed_k3.transfer"].numpy().astype(bool)).all()
 
@@ -96,19 +97,19 @@ def test_schedule_covers_the_block(block_length: int, steps: int) -> None:
 
 
 def test_threshold_is_strict() -> None:
-    policy = LowConfidenceUnmasking(params(block_length=4, steps=4, threshold=0.5))
+    policy = LowConfidenceUnmaskingPolicy(params(block_length=4, steps=4, threshold=0.5))
     state = state_of(masked="mmmm")
     update = policy.update(state, ids(1, 2, 3, 4), confident(0.5, 0.6, 0.7, 0.5))
     assert update.accepted.tolist() == [False, True, True, False]
     assert state.token_ids.tolist() == [MASK, 2, 3, MASK]
     # In float32, as the reference compares: 0.95 stored in float32 is not above 0.95.
-    policy = LowConfidenceUnmasking(params(block_length=4, steps=4, threshold=0.95))
+    policy = LowConfidenceUnmaskingPolicy(params(block_length=4, steps=4, threshold=0.95))
     update = policy.update(state_of(masked="mmmm"), ids(1, 2, 3, 4), confident(0.95, 0.95, 0, 0.96))
     assert update.accepted.tolist() == [False, False, False, True]
 
 
 def test_the_best_scheduled_number_where_few_are_confident() -> None:
-    policy = LowConfidenceUnmasking(params(block_length=6, steps=2, threshold=0.9))
+    policy = LowConfidenceUnmaskingPolicy(params(block_length=6, steps=2, threshold=0.9))
     update = policy.update(
         state_of(masked="pm.mmm"), ids(*range(6)), confident(0.99, 0.2, 0.99, 0.95, 0.1, 0.3)
     )
@@ -117,7 +118,7 @@ def test_the_best_scheduled_number_where_few_are_confident() -> None:
 
 
 def test_fewer_masks_than_scheduled() -> None:
-    policy = LowConfidenceUnmasking(params(block_length=4, steps=1, threshold=0.9))
+    policy = LowConfidenceUnmaskingPolicy(params(block_length=4, steps=1, threshold=0.9))
     state = state_of(masked="p.mm")
     update = policy.update(state, ids(5, 5, 5, 5), confident(0.1, 0.1, 0.1, 0.1))
     assert update.accepted.tolist() == [False, False, True, True]
@@ -125,7 +126,9 @@ def test_fewer_masks_than_scheduled() -> None:
 
 
 def test_tail_of_a_long_schedule_may_accept_nothing() -> None:
-    policy = LowConfidenceUnmasking(params(block_length=2, steps=4, max_tokens=4, threshold=0.9))
+    policy = LowConfidenceUnmaskingPolicy(
+        params(block_length=2, steps=4, max_tokens=4, threshold=0.9)
+    )
     state = state_of(masked="mm")
     state.num_steps = 2
     update = policy.update(state, ids(1, 1), confident(0.1, 0.2))
@@ -139,8 +142,8 @@ def test_tail_of_a_long_schedule_may_accept_nothing() -> None:
 # --- joint threshold
 
 
-def joint(**values: Any) -> JointThresholdUnmasking:
-    return JointThresholdUnmasking(params(algorithm="joint_threshold", **values))
+def joint(**values: Any) -> JointThresholdUnmaskingPolicy:
+    return JointThresholdUnmaskingPolicy(params(algorithm="joint_threshold", **values))
 
 
 def test_edits_happen_while_masks_remain_and_never_in_the_prompt() -> None:
@@ -288,12 +291,7 @@ def test_greedy_is_argmax_without_the_mask_and_confidence_with_it() -> None:
     "row",
     [
         [0.0, 0.0, 0.0, 0.0],
-        [math.nan] * 4,
-        [1.0, math.nan, 2.0, 9.0],
-        [math.inf, 1.0, 2.0, 3.0],
-        [math.inf] * 4,
-        [-math.inf] * 4,
-        [math.nan, math.inf, -math.inf, 1.0],
+        [9.0, -9.0, -9.0, 9.0],
         [3e38, -3e38, 3e38, 3e38],
     ],
     ids=str,
@@ -305,6 +303,26 @@ def test_any_logits_give_a_token_that_is_not_the_mask(mask_id: int, row: list[fl
             best_ids, confidence = sample(torch.tensor([row, row]), chosen, torch.Generator())
             assert ((best_ids >= 0) & (best_ids < 4) & (best_ids != mask_id)).all()
             assert ((confidence >= 0) & (confidence <= 1.001)).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "row",
+    [
+        [math.nan] * 4,
+        [1.0, math.nan, 2.0, 9.0],
+        [math.inf, 1.0, 2.0, 3.0],
+        [math.inf] * 4,
+        [-math.inf] * 4,
+        [0.0, -math.inf, 1.0, 2.0],
+        [math.nan, math.inf, -math.inf, 1.0],
+    ],
+    ids=str,
+)
+def test_logits_that_are_not_finite_are_an_error(row: list[float], temperature: float) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0], row])
+    with pytest.raises(OledMoeError, match="not finite"):
+        sample(logits, params(temperature=temperature), torch.Generator())
 
 
 def test_tiny_temperature_is_argmax() -> None:

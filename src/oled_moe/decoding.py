@@ -6,14 +6,13 @@ something. The decoder knows tokens and masks; experts, caches and policies are 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from oled_moe.config import DecodingParams
-from oled_moe.errors import OledMoeError
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import Model
@@ -163,12 +162,6 @@ class BlockDiffusionDecoder:
             )
             logits = self._forward(state.token_ids, kv, context, wants_logits=True)
             assert logits is not None
-            # One maximum shows any NaN and any overflow; without it they would decode to noise.
-            if not logits.max().isfinite():
-                raise OledMoeError(
-                    "the model computed numbers that are not finite; its weights or config.json "
-                    "are damaged, or the dtype is too narrow: download it again, or try float32"
-                )
             # The step's one synchronisation with the device.
             best_ids, confidence = sample(logits, params, generator)
             counters.num_denoise_forwards += 1
@@ -324,17 +317,11 @@ class _Request:
 
     def close(self, step: DecodingStep) -> DecodingStep:
         """The step as the last one."""
-        return DecodingStep(
-            step.block_id,
-            step.step_id,
-            step.block_start,
-            step.token_ids,
-            step.is_masked,
-            step.changes,
-            True,
-            True,
-            self.finish_reason,
-            tuple(self.answer_ids),
+        return replace(
+            step,
+            is_last=True,
+            finish_reason=self.finish_reason,
+            answer_ids=tuple(self.answer_ids),
         )
 
     def _first_end(self, answer_ids: list[int]) -> int | None:

@@ -6,7 +6,7 @@ T tokens of a forward, K experts per token, A distinct experts demanded, E exper
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,6 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
-
-
-class ExpertId(NamedTuple):
-    """One routed expert; `layer` counts MoE layers from 0, dense layers not among them."""
-
-    layer: int
-    expert: int
 
 
 @dataclass(frozen=True, slots=True)

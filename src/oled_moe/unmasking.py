@@ -6,6 +6,7 @@ among the tokens offered (`sample`). Every policy ends after a bounded number of
 Legend: B positions of the block, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from oled_moe.config import DecodingParams
+from oled_moe.errors import OledMoeError
 from oled_moe.types import BoolArray, IntArray
 
 ConfidenceArray = npt.NDArray[np.float32]
@@ -71,7 +73,7 @@ def transfer_schedule(block_length: int, steps: int) -> list[int]:
     return [base + (step < extra) for step in range(steps)]
 
 
-class LowConfidenceUnmasking:
+class LowConfidenceUnmaskingPolicy:
     """LLaDA2.0: all masked positions above the threshold, at least the scheduled number.
 
     Source: released LLaDA2.0 `generate` (models.md 4).
@@ -96,7 +98,7 @@ class LowConfidenceUnmasking:
         return BlockUpdate(accepted, np.zeros_like(accepted))
 
 
-class JointThresholdUnmasking:
+class JointThresholdUnmaskingPolicy:
     """LLaDA2.1: mask-to-token and token-to-token edits, then post-edit steps.
 
     Source: released LLaDA2.1 `generate` (models.md 5).
@@ -150,9 +152,9 @@ def _confident_masks(
     return chosen
 
 
-UNMASKING: dict[str, type[LowConfidenceUnmasking] | type[JointThresholdUnmasking]] = {
-    "low_confidence": LowConfidenceUnmasking,
-    "joint_threshold": JointThresholdUnmasking,
+UNMASKING: dict[str, Callable[[DecodingParams], UnmaskingPolicy]] = {
+    "low_confidence": LowConfidenceUnmaskingPolicy,
+    "joint_threshold": JointThresholdUnmaskingPolicy,
 }
 
 
@@ -165,11 +167,16 @@ def sample(
     after temperature, top-k and top-p, with the probability under that distribution.
 
     Shapes: fp32 [B, V] -> int64 [B], float32 [B]. Mutates: logits.
+    Raises: OledMoeError for logits that are not finite, which would decode to noise.
     Source: models.md 4, filters; 11.1 and 11.3 for what is not copied.
     """
-    # Whatever a model computes, some token other than the mask must win.
-    largest = torch.finfo(logits_BV.dtype).max
-    logits_BV.nan_to_num_(nan=-largest, posinf=largest, neginf=-largest)
+    # The extremes show any NaN and any overflow in one pass.
+    lowest, highest = logits_BV.aminmax()
+    if not (lowest.isfinite() and highest.isfinite()):
+        raise OledMoeError(
+            "the model computed numbers that are not finite; its weights or config.json are "
+            "damaged, or the dtype is too narrow: download it again, or try float32"
+        )
     if params.temperature == 0:
         # The mask's logit counts in the sum, as in the reference, but cannot win.
         total_B = logits_BV.logsumexp(-1)
