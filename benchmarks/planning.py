@@ -19,7 +19,15 @@ from provenance import provenance
 from oled_moe.cache import ExpertCache
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, CostModel
 from oled_moe.policies import POLICIES, build_policy
-from oled_moe.types import ForwardContext, ForwardRow, LayerDemand, MoeShape, Phase, TokenState
+from oled_moe.types import (
+    ForwardContext,
+    ForwardOutcome,
+    ForwardRow,
+    LayerDemand,
+    MoeShape,
+    Phase,
+    TokenState,
+)
 
 SHAPE = MoeShape(num_layers=19, num_experts=256, top_k=8, expert_bytes=6 * 2**20)
 NUM_TOKENS = 32
@@ -91,7 +99,9 @@ def measure(policy: str, experts_per_layer: int, passes: list[np.ndarray]) -> di
                 misses.append(len(plan.load_ids) + len(plan.cpu_ids))
                 overlaps.append(np.isin(demand.expert_ids, last[layer]).mean())
             last[layer] = demand.expert_ids
-        cache.end_forward(is_denoise=True)
+        cache.end_forward(
+            ForwardOutcome(context, context.token_confidence, context.token_state == 0)
+        )
     return {
         "benchmark": "planning",
         "policy": policy,

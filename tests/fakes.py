@@ -12,9 +12,20 @@ from hypothesis import settings
 from torch import Tensor
 
 from oled_moe.costs import CostModel
-from oled_moe.policies import OffloadPolicy, build_policy
+from oled_moe.policies import POLICIES, OffloadPolicy, build_policy
 from oled_moe.store import ExpertLayout, HostExpertStore
-from oled_moe.types import ForwardContext, ForwardRow, IntArray, LayerDemand, MoeShape, Phase
+from oled_moe.types import (
+    ForwardContext,
+    ForwardOutcome,
+    ForwardRow,
+    IntArray,
+    LayerDemand,
+    MoeShape,
+    Phase,
+)
+
+# Policies that can run without knowing the future.
+LIVE_POLICIES = tuple(name for name, entry in POLICIES.items() if not entry.is_clairvoyant)
 
 # One copy takes as long as two tokens on the CPU: both lanes are worth using.
 COSTS = CostModel(transfer_s=2.0, cpu_base_s=0.5, cpu_token_s=0.75, mean_tokens_per_miss=2.0)
@@ -49,9 +60,28 @@ def context_of(
         for i, (phase, size) in enumerate(zip(phases, sizes, strict=True))
     )
     states = np.full(len(confidence), 2, dtype=np.uint8)
+    size = len(confidence)
+    random = np.random.default_rng(forward_id)
     return ForwardContext(
-        forward_id, block_length, rows, np.array(confidence, dtype=np.float32), states
+        forward_id,
+        block_length,
+        rows,
+        np.array(confidence, dtype=np.float32),
+        states,
+        # Every row has its tokens from position 0 on.
+        np.concatenate([np.arange(count) for count in sizes]),
+        random.integers(-1, 9, size),
+        random.random((size, 3), dtype=np.float32),
     )
+
+
+def outcome_of(context: ForwardContext) -> ForwardOutcome:
+    """Of a denoising forward: random confidences, about a third of the tokens accepted."""
+    if not context.is_denoise:
+        return ForwardOutcome.without_logits(context)
+    random = np.random.default_rng(context.forward_id)
+    confidence = random.random(context.num_tokens, dtype=np.float32)
+    return ForwardOutcome(context, confidence, confidence > 0.7)
 
 
 def demand_of(
@@ -62,12 +92,12 @@ def demand_of(
     *,
     num_experts: int,
 ) -> LayerDemand:
+    ids = np.array(topk_ids, dtype=np.int64)
+    weights = np.array(gate_weights, dtype=np.float32)
+    scores = np.full((len(ids), num_experts), 1 / 32, dtype=np.float32)
+    np.put_along_axis(scores, ids, weights, axis=1)
     return LayerDemand.from_routing(
-        layer,
-        context,
-        np.array(topk_ids, dtype=np.int64),
-        np.array(gate_weights, dtype=np.float32),
-        num_experts=num_experts,
+        layer, context, ids, weights, num_experts=num_experts, gate_scores=scores
     )
 
 

@@ -7,19 +7,30 @@ from types import FrameType
 
 import numpy as np
 import pytest
-from fakes import FakeRouter, bounded, context_of, demand_of, policy_of, shape_of
+from fakes import (
+    LIVE_POLICIES,
+    FakeRouter,
+    bounded,
+    context_of,
+    demand_of,
+    outcome_of,
+    policy_of,
+    shape_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oled_moe.cache import ExpertCache
 from oled_moe.errors import ConfigError
-from oled_moe.policies import POLICIES, OffloadPolicy
+from oled_moe.policies import OffloadPolicy
 from oled_moe.policies.allocation import UniformAllocationPolicy
 from oled_moe.policies.dispatch import LoadAllDispatchPolicy
 from oled_moe.policies.retention import LruRetentionPolicy
-from oled_moe.types import IntArray, LayerDemand, LayerPlan, MoeShape, Phase
+from oled_moe.types import CopyPlan, IntArray, LayerDemand, LayerPlan, MoeShape, Phase
 
 STACK_POLICIES = ("naive-lru", "lfu", "priority")
+# Those that are nothing but the retention rule with scores of trace-format.md.
+RULE_POLICIES = (*STACK_POLICIES, "priority+adapt", "oled-load-aware", "oled")
 seeds = st.integers(0, 2**32 - 1)
 phase_lists = st.sampled_from(
     [
@@ -88,10 +99,22 @@ class FakeSlots:
         self._cache = cache
         self._content: dict[int, tuple[int, int]] = {}
 
+    def copy_ahead(self, copies: CopyPlan) -> None:
+        assert len(set(copies.slots.tolist())) == len(copies)
+        for number, slot in zip(copies.expert_ids.tolist(), copies.slots.tolist(), strict=True):
+            self._content[slot] = divmod(number, self._cache.shape.num_experts)
+
     def carry_out(self, layer: int, plan: LayerPlan) -> None:
-        """Hits are read, loads copied and read in their order, freed slots lost."""
+        """Hits and staged are read, loads copied and read in their order, freed slots lost."""
+        read_slots = {*plan.hit_slots.tolist(), *plan.staged_slots.tolist()}
         for expert, slot in zip(plan.hit_ids.tolist(), plan.hit_slots.tolist(), strict=True):
             assert self._content[slot] == (layer, expert), "a hit is not where the plan says"
+        for expert, slot in zip(plan.staged_ids.tolist(), plan.staged_slots.tolist(), strict=True):
+            assert self._content[slot] == (layer, expert), "a guess is not where the plan says"
+        # Slots of copies ahead have no readers in this layer.
+        loaded = set(plan.load_slots.tolist())
+        assert not set(plan.prefetch.slots.tolist()) & (read_slots | loaded)
+        self.copy_ahead(plan.prefetch)
         for expert, slot in zip(plan.load_ids.tolist(), plan.load_slots.tolist(), strict=True):
             assert 0 <= slot < self._cache.num_slots + self._cache.num_staging
             self._content[slot] = (layer, expert)
@@ -111,19 +134,38 @@ class FakeSlots:
             for layer in range(self._cache.shape.num_layers)
             for expert in self._cache.resident_ids(layer).tolist()
         }
-        assert self._content == expected
+        staged = {
+            (layer, expert)
+            for layer in range(self._cache.shape.num_layers)
+            for expert in self._cache.staged_ids(layer).tolist()
+        }
+        found = dict(self._content)
+        for slot, place in self._content.items():
+            if slot not in expected:
+                assert place in staged
+                staged.remove(place)
+                del found[slot]
+        assert found == expected and not staged
+
+
+def copies_ahead(policy: OffloadPolicy) -> bool:
+    return policy.prefetch is not None or policy.placement is not None
 
 
 def check_plan(cache: ExpertCache, demand: LayerDemand, plan: LayerPlan, before: set[int]) -> None:
     """What must hold of any plan; `before`: the layer's residents when it was made."""
     hits, loads, on_cpu = plan.hit_ids.tolist(), plan.load_ids.tolist(), plan.cpu_ids.tolist()
-    assert sorted(hits + loads + on_cpu) == demand.expert_ids.tolist()
+    staged = plan.staged_ids.tolist()
+    assert sorted(hits + staged + loads + on_cpu) == demand.expert_ids.tolist()
     assert plan.num_demanded == len(demand.expert_ids)
-    assert set(hits) == before & set(demand.expert_ids.tolist())
+    assert set(hits) == (before & set(demand.expert_ids.tolist())) - set(staged)
+    if not copies_ahead(cache.policy):
+        assert not staged and not len(plan.prefetch)
     assert hits == sorted(hits) and on_cpu == sorted(on_cpu)
     residents = set(cache.resident_ids(demand.layer).tolist())
     assert not residents & set(on_cpu)
-    assert residents <= before | set(loads)
+    assert residents <= before | set(loads) | set(staged)
+    assert sum(plan.wave_sizes) == (len(loads) if plan.wave_sizes else 0)
     owned = {
         cache.slot_of(layer, expert)
         for layer in range(cache.shape.num_layers)
@@ -157,7 +199,7 @@ def cache_of(
 # ---- the rule ----
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULE_POLICIES)
 @bounded(25)
 @given(data=st.data())
 def test_plans_hold_the_rule_and_the_invariants(policy: str, data: st.DataObject) -> None:
@@ -198,8 +240,46 @@ def test_plans_hold_the_rule_and_the_invariants(policy: str, data: st.DataObject
             assert plan.capacity == max(int(cache.capacities[layer]), len(before))
             if not cache.has_cpu_experts or not is_oled:
                 assert not len(plan.cpu_ids)
-        cache.end_forward(is_denoise=demands[0].context.is_denoise)
+        cache.end_forward(outcome_of(demands[0].context))
         cache.check()
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+@bounded(20)
+@given(data=st.data())
+def test_plans_of_any_policy_hold_the_invariants(policy: str, data: st.DataObject) -> None:
+    """Placements, guesses, global pools, CPU experts: whatever a policy does, tables stay sound."""
+    draw = data.draw
+    num_layers, num_experts = draw(st.integers(1, 4)), draw(st.integers(1, 10))
+    shape = shape_of(num_layers, num_experts, draw(st.integers(1, min(3, num_experts))))
+    cache = cache_of(
+        policy,
+        shape,
+        draw(st.integers(0, shape.num_experts_total)),
+        num_staging=draw(st.integers(1, 6)),
+        has_cpu_experts=draw(st.booleans()),
+    )
+    slots = FakeSlots(cache)
+    for layer, expert, slot in cache.place():
+        slots.copy_ahead(CopyPlan(np.array([layer * num_experts + expert]), np.array([slot])))
+    slots.check()
+    router = FakeRouter(shape, draw(seeds))
+    for _ in range(draw(st.integers(6, 14))):
+        phases = draw(phase_lists)
+        context = router.context(draw(st.integers(len(phases), 8)), phases)
+        slots.copy_ahead(cache.start_forward(context))
+        slots.check()
+        for layer in range(num_layers - draw(st.integers(0, 1))):
+            demand = router.demand(layer, context, num_wanted=draw(st.integers(1, num_experts)))
+            before = set(cache.resident_ids(layer).tolist())
+            plan = cache.plan(demand)
+            check_plan(cache, demand, plan, before)
+            slots.carry_out(layer, plan)
+            assert cache.has_cpu_experts or not len(plan.cpu_ids)
+        cache.end_forward(outcome_of(context))
+        cache.check()
+        if draw(st.booleans()):
+            cache.end_request(draw(st.integers(0, 1)))
 
 
 @pytest.mark.parametrize("policy", STACK_POLICIES)
@@ -248,7 +328,7 @@ def test_more_slots_hold_all_that_fewer_hold(policy: str, seed: int, num_wanted:
             assert all(fewer <= more for fewer, more in zip(held, held[1:], strict=False))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULE_POLICIES)
 @pytest.mark.parametrize("has_cpu_experts", [False, True])
 def test_no_misses_where_everything_fits(policy: str, has_cpu_experts: bool) -> None:
     shape = shape_of(2, 8, 2)
@@ -260,12 +340,12 @@ def test_no_misses_where_everything_fits(policy: str, has_cpu_experts: bool) -> 
             plan = cache.plan(demand)
             assert set(plan.load_ids.tolist()) == set(demand.expert_ids.tolist()) - seen[layer]
             seen[layer] |= set(demand.expert_ids.tolist())
-        cache.end_forward(is_denoise=True)
+        cache.end_forward(outcome_of(demand.context))
     assert cache.is_complete and seen == [set(range(8))] * 2
     cache.check()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULE_POLICIES)
 @pytest.mark.parametrize("num_staging", [1, 3])
 def test_all_misses_where_nothing_fits(policy: str, num_staging: int) -> None:
     shape = shape_of(2, 8, 2)
@@ -276,7 +356,7 @@ def test_all_misses_where_nothing_fits(policy: str, num_staging: int) -> None:
             plan = cache.plan(demand)
             assert not len(plan.hit_ids) and len(plan.load_ids) == len(demand.expert_ids)
             slots.carry_out(layer, plan)
-        cache.end_forward(is_denoise=True)
+        cache.end_forward(outcome_of(demand.context))
         assert cache.num_resident == 0 and not cache.capacities.any()
 
 
@@ -338,7 +418,7 @@ def test_growing_layers_wait_for_shrinking_ones() -> None:
     slots, demand = FakeSlots(cache), wanting(shape)
     for layer in (0, 1):
         slots.carry_out(layer, cache.plan(demand(0, layer, [0, 1, 2, 3])))
-    cache.end_forward(is_denoise=True)
+    cache.end_forward(outcome_of(context_of(0, [1.0])))
     # Layer 0 comes first and may grow, but nobody has given anything up yet.
     slots.carry_out(0, cache.plan(demand(1, 0, range(8))))
     assert len(cache.resident_ids(0)) == 4
@@ -385,7 +465,7 @@ def test_any_sequence_of_capacities_is_safe(seed: int, num_staging: int) -> None
             check_plan(cache, demand, plan, before)
             slots.carry_out(layer, plan)
             assert len(cache.resident_ids(layer)) <= plan.capacity
-        cache.end_forward(is_denoise=True)
+        cache.end_forward(outcome_of(demand.context))
 
 
 # ---- filling and forgetting ----
@@ -422,7 +502,7 @@ def test_impossible_sizes_are_refused(num_slots: int, num_staging: int, named: s
         cache_of("oled", shape_of(2, 4, 1), num_slots, num_staging=num_staging)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
 @bounded(15)
 @given(seed=seeds, num_slots=st.integers(0, 18))
 def test_a_forgotten_layer_starts_over(policy: str, seed: int, num_slots: int) -> None:
@@ -430,8 +510,12 @@ def test_a_forgotten_layer_starts_over(policy: str, seed: int, num_slots: int) -
     random = np.random.default_rng(seed)
     cache = cache_of(policy, shape, num_slots, has_cpu_experts=True)
     slots, router = FakeSlots(cache), FakeRouter(shape, seed)
+    for layer, expert, slot in cache.place():
+        slots.copy_ahead(CopyPlan(np.array([layer * 6 + expert]), np.array([slot])))
     for _ in range(15):
-        for layer, demand in enumerate(router.forward(4)):
+        demands = router.forward(4)
+        slots.copy_ahead(cache.start_forward(demands[0].context))
+        for layer, demand in enumerate(demands):
             before = set(cache.resident_ids(layer).tolist())
             plan = cache.plan(demand)
             check_plan(cache, demand, plan, before)
@@ -440,27 +524,33 @@ def test_a_forgotten_layer_starts_over(policy: str, seed: int, num_slots: int) -
                 lost = cache.resident_ids(layer).tolist()
                 where = {cache.slot_of(layer, expert) for expert in lost}
                 others = cache.num_resident - len(lost)
+                num_staged = len(cache.staged_ids(layer))
                 freed = cache.forget(layer)
-                assert set(freed.tolist()) == where and len(freed) == len(where)
+                assert where <= set(freed.tolist()) and len(freed) == len(where) + num_staged
                 assert not len(cache.resident_ids(layer)) and cache.num_resident == others
                 slots.forget(freed)
                 cache.check()
-        cache.end_forward(is_denoise=True)
+        cache.end_forward(outcome_of(demands[0].context))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
 def test_plans_repeat(policy: str) -> None:
     """Two caches that see the same demands plan the same."""
     shape = shape_of(2, 9, 3)
     caches = [cache_of(policy, shape, 7, num_staging=2, has_cpu_experts=True) for _ in range(2)]
     router = FakeRouter(shape, seed=11)
     for _ in range(20):
-        for demand in router.forward():
+        demands = router.forward()
+        one, other = (cache.start_forward(demands[0].context) for cache in caches)
+        assert one.slots.tolist() == other.slots.tolist()
+        for demand in demands:
             one, other = (cache.plan(demand) for cache in caches)
             for field in ("hit_ids", "hit_slots", "load_ids", "load_slots", "cpu_ids"):
                 assert getattr(one, field).tolist() == getattr(other, field).tolist()
+            assert one.staged_slots.tolist() == other.staged_slots.tolist()
+            assert one.prefetch.expert_ids.tolist() == other.prefetch.expert_ids.tolist()
         for cache in caches:
-            cache.end_forward(is_denoise=True)
+            cache.end_forward(outcome_of(demands[0].context))
     assert caches[0].capacities.tolist() == caches[1].capacities.tolist()
 
 

@@ -141,7 +141,9 @@ def run(
     limit: int = 2000,
 ) -> Run:
     model, counters = ScriptedModel(script), DecodingCounters()
-    decoder = BlockDiffusionDecoder(model, end_forward=lambda is_denoise: None)
+    decoder = BlockDiffusionDecoder(
+        model, start_forward=lambda context: None, end_forward=lambda outcome: None
+    )
     steps = []
     for step in decoder.decode(prompt, chosen, stop_rule=stop_rule, counters=counters):
         steps.append(step)
@@ -657,7 +659,11 @@ def test_long_prompts_are_prefilled_in_whole_blocks(num_tokens: int, block_lengt
 def test_forward_ids_and_hooks_run_on_across_requests() -> None:
     model = ScriptedModel(answering([1, 2, 3]))
     ended: list[bool] = []
-    decoder = BlockDiffusionDecoder(model, end_forward=ended.append)
+    decoder = BlockDiffusionDecoder(
+        model,
+        start_forward=lambda context: None,
+        end_forward=lambda outcome: ended.append(outcome.context.is_denoise),
+    )
     for request_id in (4, 9):
         list(decoder.decode([1] * 5, params(), request_id=request_id))
     contexts = [batch.context for batch in model.forwards]
@@ -816,7 +822,9 @@ def test_the_prefix_cache_is_exact(
 
     whole = run(script, prompt, chosen)
     recording = Recording(engine.model)
-    decoder = BlockDiffusionDecoder(recording, end_forward=lambda is_denoise: None)
+    decoder = BlockDiffusionDecoder(
+        recording, start_forward=lambda context: None, end_forward=lambda outcome: None
+    )
     steps = list(decoder.decode(prompt, chosen))
     assert list(steps[-1].answer_ids) == whole.answer and len(whole.answer) == 11
     inputs = [batch.token_ids.tolist() for batch in whole.model.forwards if batch.wants_logits]
@@ -829,7 +837,9 @@ def test_chunked_prefill_equals_one_piece(engine: Engine) -> None:
     prompt = np.random.default_rng(0).integers(0, 36, MAX_PREFILL_TOKENS + 150).tolist()
     recording = Recording(engine.model)
     counters = DecodingCounters()
-    decoder = BlockDiffusionDecoder(recording, end_forward=lambda is_denoise: None)
+    decoder = BlockDiffusionDecoder(
+        recording, start_forward=lambda context: None, end_forward=lambda outcome: None
+    )
     chosen = params(mask_token_id=37, eos_token_id=None, max_tokens=4, block_length=32)
     next(decoder.decode(prompt, chosen, counters=counters))
     assert counters.num_prefill_forwards == 2

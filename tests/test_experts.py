@@ -6,7 +6,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import CountedCopy, FakeRouter, bounded, policy_of, random_store, shape_of
+from fakes import (
+    LIVE_POLICIES,
+    CountedCopy,
+    FakeRouter,
+    bounded,
+    outcome_of,
+    policy_of,
+    random_store,
+    shape_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,7 +24,6 @@ from oled_moe.cache import ExpertCache
 from oled_moe.experts import OffloadedExperts
 from oled_moe.kernels import KERNELS, ExpertKernel
 from oled_moe.lanes import InlineLane, Lane, ThreadLane
-from oled_moe.policies import POLICIES
 from oled_moe.slots import SlotPool
 from oled_moe.store import ExpertWeights
 from oled_moe.types import LayerDemand, Phase
@@ -61,8 +69,10 @@ def offloaded(
         num_slots + num_staging,
         copies,
         CountedCopy(STORE, fail_copies),
+        num_experts=SHAPE.num_experts,
         is_poisoned=True,
     )
+    pool.fill(cache.place())
     yield OffloadedExperts(
         cache,
         pool,
@@ -93,9 +103,16 @@ class Inputs:
 
 
 def run(experts: OffloadedExperts, demand: LayerDemand, hidden_TD: Tensor) -> Tensor:
+    if demand.layer == 0:
+        experts.start_forward(demand.context)
     gates_TK = torch.from_numpy(demand.gate_weights)
     pending = experts.start(
-        demand.layer, hidden_TD, torch.from_numpy(demand.topk_ids), gates_TK, demand.context
+        demand.layer,
+        hidden_TD,
+        torch.from_numpy(demand.topk_ids),
+        gates_TK,
+        demand.context,
+        torch.from_numpy(demand.gate_scores),
     )
     return experts.finish(pending, 2.5 * gates_TK)
 
@@ -121,10 +138,10 @@ def check_forwards(experts: OffloadedExperts, inputs: Inputs, num_forwards: int)
             assert out_TD.dtype == torch.float32
             torch.testing.assert_close(out_TD, dense(demand, hidden_TD), rtol=1e-4, atol=1e-4)
             experts.cache.check()
-        experts.cache.end_forward(is_denoise=phase is Phase.DENOISE)
+        experts.end_forward(outcome_of(demand.context))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
 @pytest.mark.parametrize("is_threaded", [False, True])
 @pytest.mark.parametrize("has_cpu_experts", [False, True])
 def test_equals_the_dense_layer(policy: str, is_threaded: bool, has_cpu_experts: bool) -> None:
@@ -142,7 +159,7 @@ def test_equals_the_dense_layer(policy: str, is_threaded: bool, has_cpu_experts:
 
 @bounded(20)
 @given(
-    policy=st.sampled_from(sorted(POLICIES)),
+    policy=st.sampled_from(sorted(LIVE_POLICIES)),
     seed=st.integers(0, 1000),
     num_slots=st.integers(0, 16),
     num_staging=st.integers(1, 4),
@@ -163,7 +180,7 @@ def test_residency_never_changes_a_bit(
             for demand, hidden_TD in inputs.forward():
                 expected_TD = run(resident, demand, hidden_TD)
                 assert torch.equal(run(experts, demand, hidden_TD), expected_TD)
-            experts.cache.end_forward(is_denoise=True)
+            experts.end_forward(outcome_of(demand.context))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -231,7 +248,7 @@ def check_recovery(experts: OffloadedExperts, seed: int) -> None:
             else:
                 torch.testing.assert_close(out_TD, dense(demand, hidden_TD), rtol=1e-4, atol=1e-4)
             experts.cache.check()
-        experts.cache.end_forward(is_denoise=True)
+        experts.end_forward(outcome_of(demand.context))
     assert num_failures == 1
     assert len(seen) == num_calls - 1
 

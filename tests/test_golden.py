@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from fakes import LIVE_POLICIES
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
 from oled_moe.engine import Engine
 from oled_moe.layers import ForwardBatch, Segment
-from oled_moe.policies import POLICIES
 from oled_moe.types import ForwardContext, ForwardRow, LayerDemand, LayerPlan, Phase, TokenState
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -137,7 +137,7 @@ def test_bfloat16_stages_locally() -> None:
     for layer in range(1, 4):
         hidden = expected[f"layers.{layer}.mlp_input"].reshape(-1, 64)
         assert hidden.dtype == torch.bfloat16
-        ids, gates = grouped_sigmoid_router(
+        ids, gates, _ = grouped_sigmoid_router(
             hidden,
             weights[f"model.layers.{layer}.mlp.gate.weight"].bfloat16(),
             weights[f"model.layers.{layer}.mlp.gate.expert_bias"],
@@ -162,7 +162,7 @@ def test_bfloat16_stages_locally() -> None:
     assert (logits - expected["logits"]).abs().mean() < 0.6
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(LIVE_POLICIES))
 @pytest.mark.parametrize("capacity", [16, 8, 1.6, 1])
 def test_llada2_runs_on_cpu(policy: str, capacity: float) -> None:
     with open_engine("llada2_a", policy=policy, experts_per_layer=capacity) as engine:
@@ -170,7 +170,7 @@ def test_llada2_runs_on_cpu(policy: str, capacity: float) -> None:
         check_runs(engine, "llada2_a", "v21", every=3)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(LIVE_POLICIES))
 def test_llada2_runs_on_the_emulated_device(policy: str) -> None:
     settings = {"policy": policy, "experts_per_layer": 3, "cpu_experts": False}
     with open_engine("llada2_a", "emulated", **settings) as engine:

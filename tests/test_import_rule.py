@@ -16,13 +16,36 @@ ROOT = Path(oled_moe.__file__).parent
 LAYERS: dict[str, tuple[str, ...]] = {
     # `demo` is a folder of data with a docstring.
     "0": ("types", "errors", "registry", "config", "demo"),
-    "1": ("policies", "cache", "costs"),
-    "2a": ("traces", "simulator"),
+    "1": ("policies", "cache", "costs", "hardware", "sizing", "counters"),
+    "2a": ("traces", "trace_stats", "synthesis", "simulator"),
     "2b": ("lanes", "store", "slots", "kernels"),
     "3": ("layers", "kv_cache", "experts", "models", "checkpoint"),
     "4": ("unmasking", "decoding"),
-    "5": ("tokenization", "memory", "metrics", "profiler", "engine", "inspection"),
-    "6": ("__main__", "cli", "cli_flags", "cli_text", "chat", "demo_screen", "server"),
+    "5": (
+        "tokenization",
+        "memory",
+        "metrics",
+        "profiler",
+        "engine",
+        "recording",
+        "inspection",
+        "bench",
+        "report",
+    ),
+    "6": (
+        "__main__",
+        "cli",
+        "cli_bench",
+        "cli_flags",
+        "cli_shared",
+        "cli_simulate",
+        "cli_text",
+        "cli_trace",
+        "chat",
+        "demo_screen",
+        "gantt",
+        "server",
+    ),
 }
 # A layer may import its own modules too, as long as no cycle comes of it.
 MAY_IMPORT: dict[str, set[str]] = {

@@ -112,7 +112,7 @@ def test_router_equals_the_steps_of_the_reference(
     num_experts, hidden = 12, randn(5, 6, seed=seed)
     weight = randn(num_experts, 6, seed=seed + 1)
     bias = 0.3 * randn(num_experts, seed=seed + 2) if has_bias else None
-    ids, weights = grouped_sigmoid_router(
+    ids, weights, _ = grouped_sigmoid_router(
         hidden, weight, bias, num_groups=num_groups, num_kept_groups=kept, top_k=top_k
     )
     assert ids.dtype == torch.int64 and weights.dtype == torch.float32

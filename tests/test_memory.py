@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from oled_moe.config import EngineConfig, parse_size
 from oled_moe.errors import ConfigError, DoesNotFitError
-from oled_moe.memory import MAX_STAGING, MemoryPlan, ModelMemory, plan_memory, process_memory_bytes
+from oled_moe.memory import MemoryPlan, ModelMemory, plan_memory, process_memory_bytes
+from oled_moe.sizing import MAX_STAGING
 from oled_moe.types import MoeShape
 
 MIB = 2**20

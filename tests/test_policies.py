@@ -6,14 +6,23 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from fakes import COSTS, FakeRouter, bounded, context_of, demand_of, policy_of, shape_of
+from fakes import (
+    COSTS,
+    LIVE_POLICIES,
+    FakeRouter,
+    bounded,
+    context_of,
+    demand_of,
+    outcome_of,
+    policy_of,
+    shape_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oled_moe.cache import ExpertCache
 from oled_moe.costs import CostModel
 from oled_moe.errors import ConfigError
-from oled_moe.policies import POLICIES
 from oled_moe.policies.allocation import (
     AdaptiveAllocationPolicy,
     _round_to_sum,
@@ -30,7 +39,7 @@ seeds = st.integers(0, 2**32 - 1)
 # ---- the contract of every policy ----
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", LIVE_POLICIES)
 @pytest.mark.parametrize("phase", Phase)
 def test_scores_are_finite_and_repeat(name: str, phase: Phase) -> None:
     shape = shape_of(2, 12, 3)
@@ -424,7 +433,7 @@ def run_constant(
             ids = [[i % count] for i in range(max(num_active))]
             gates = [[1.0]] * len(ids)
             cache.plan(demand_of(layer, context, ids, gates, num_experts=64))
-        cache.end_forward(is_denoise=True)
+        cache.end_forward(outcome_of(context))
         history.append(cache.capacities.copy())
     return history
 
@@ -467,5 +476,5 @@ def test_only_denoising_counts_for_capacities() -> None:
         ]
         for demand in demands:
             cache.plan(demand)
-        cache.end_forward(is_denoise=demands[0].context.is_denoise)
+        cache.end_forward(outcome_of(demands[0].context))
     assert cache.capacities.tolist() == [4, 4]

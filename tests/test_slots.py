@@ -75,7 +75,7 @@ def read_all(pool: SlotPool, plan: LayerPlan) -> None:
 def test_fill_brings_every_expert_and_tells_how_far_it_is(
     store: HostExpertStore, lane: Lane
 ) -> None:
-    pool = SlotPool(store.layout, 12, lane, store.read_into)
+    pool = SlotPool(store.layout, 12, lane, store.read_into, num_experts=4)
     loads = [(layer, expert, 11 - 6 * layer - expert) for layer in range(2) for expert in range(6)]
     told: list[tuple[int, int]] = []
     pool.fill(loads, lambda done, total: told.append((done, total)))
@@ -85,7 +85,7 @@ def test_fill_brings_every_expert_and_tells_how_far_it_is(
 
 
 def test_plan_is_carried_out(store: HostExpertStore, lane: Lane) -> None:
-    pool = SlotPool(store.layout, 3, lane, store.read_into)
+    pool = SlotPool(store.layout, 3, lane, store.read_into, num_experts=4)
     plan = plan_of(loads=[(4, 2), (1, 0)])
     pool.apply(a_demand(layer=1), plan)
     read_all(pool, plan)
@@ -111,7 +111,7 @@ def test_a_refill_never_overtakes_its_reader(store: HostExpertStore, num_threads
     noted = NotedReads(store)
     copies = ThreadLane("copy", num_threads=num_threads, jitter_s=0.001, seed=1)
     readers = ThreadLane("device", jitter_s=0.001, seed=2)
-    pool = SlotPool(store.layout, 1, copies, noted)
+    pool = SlotPool(store.layout, 1, copies, noted, num_experts=4)
     pool.fill([(0, 5, 0)])
     plan = plan_of(hits=[(5, 0)], loads=[(expert, 0) for expert in range(5)], freed=[0])
 
@@ -142,7 +142,7 @@ def test_a_refill_never_overtakes_its_reader(store: HostExpertStore, num_threads
 def test_copies_that_wait_hold_back_those_behind_them(store: HostExpertStore) -> None:
     """Copies keep their order, so demand that was ranked first arrives first."""
     copy = CountedCopy(store)
-    pool = SlotPool(store.layout, 2, InlineLane(), copy)
+    pool = SlotPool(store.layout, 2, InlineLane(), copy, num_experts=4)
     pool.fill([(0, 0, 0)])
     plan = plan_of(hits=[(0, 0)], loads=[(1, 1), (2, 0), (3, 1)])
     pool.apply(a_demand(), plan)
@@ -155,7 +155,7 @@ def test_copies_that_wait_hold_back_those_behind_them(store: HostExpertStore) ->
 
 
 def test_what_is_free_is_nan(store: HostExpertStore, lane: Lane) -> None:
-    pool = SlotPool(store.layout, 3, lane, store.read_into, is_poisoned=True)
+    pool = SlotPool(store.layout, 3, lane, store.read_into, is_poisoned=True, num_experts=4)
     assert all(is_poisoned(pool, slot) for slot in range(3))
     plan = plan_of(loads=[(0, 0), (1, 1)], freed=[1, 1])
     pool.apply(a_demand(), plan)
@@ -167,7 +167,7 @@ def test_what_is_free_is_nan(store: HostExpertStore, lane: Lane) -> None:
 
 
 def test_release_waits_for_the_reader(store: HostExpertStore) -> None:
-    pool = SlotPool(store.layout, 1, InlineLane(), store.read_into, is_poisoned=True)
+    pool = SlotPool(store.layout, 1, InlineLane(), store.read_into, is_poisoned=True, num_experts=4)
     plan = plan_of(loads=[(0, 0)], freed=[0])
     pool.apply(a_demand(), plan)
     reader = ThreadEvent()
@@ -210,7 +210,7 @@ def test_slot_is_nan_while_it_is_copied(store: HostExpertStore) -> None:
 @pytest.mark.parametrize("fail_at", range(3))
 def test_pool_is_usable_after_a_failed_copy(store: HostExpertStore, fail_at: int) -> None:
     copies = ThreadLane("copy", num_threads=2)
-    pool = SlotPool(store.layout, 2, copies, CountedCopy(store, [fail_at]))
+    pool = SlotPool(store.layout, 2, copies, CountedCopy(store, [fail_at]), num_experts=4)
     # One slot three times: the last copy is never queued, its slot's reader not submitted.
     plan = plan_of(loads=[(0, 0), (1, 1), (2, 0), (3, 0)])
     pool.apply(a_demand(), plan)
@@ -233,7 +233,7 @@ def test_drain_waits_for_copies_and_readers(store: HostExpertStore) -> None:
     """Nothing may write into a slot once it is given away."""
     copies, readers = ThreadLane("copy", jitter_s=0.002), ThreadLane("device", jitter_s=0.002)
     copy, read = CountedCopy(store), []
-    pool = SlotPool(store.layout, 4, copies, copy)
+    pool = SlotPool(store.layout, 4, copies, copy, num_experts=4)
     plan = plan_of(loads=[(expert, expert) for expert in range(4)])
     pool.apply(a_demand(), plan)
     events = [readers.submit(lambda n=n: read.append(n), after=(pool.ready(n),)) for n in range(4)]

@@ -1,26 +1,23 @@
-"""The command line: parses flags, runs one thing, prints. The one module that prints.
+"""The command line: parses flags, runs one thing, prints. Only it and the other `cli_` files print.
 
 Results go to stdout, everything else to stderr; with --json stdout is one JSON object, errors
 included. Torch, numpy and rich are imported inside commands: `--help` waits for none of them.
 """
 
 import io
-import json
 import logging
 import os
-import shutil
 import sys
-import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import oled_moe
+from oled_moe.cli_bench import bench
 from oled_moe.cli_flags import (
     MODEL_HELP,
     Device,
@@ -34,6 +31,23 @@ from oled_moe.cli_flags import (
     flag,
     parse_ids,
     takes_flags,
+)
+from oled_moe.cli_shared import (
+    LogFlags,
+    LogFormat,
+    LogLevel,
+    Model,
+    configure_logging,
+    hub_cache,
+    note,
+    open_engine,
+    print_json,
+    print_rows,
+    print_table,
+    status_line,
+    use_log_flags,
+    versions,
+    wrapped,
 )
 from oled_moe.cli_text import (
     checkpoint_rows,
@@ -65,9 +79,6 @@ logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 _TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
-LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("text", "json")
-
 app = typer.Typer(
     name="oled-moe",
     help="Runs mixture-of-experts diffusion language models larger than the memory at hand.",
@@ -75,23 +86,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, envvar="OLED_MOE_MODEL")]
-LogLevel = Annotated[
-    str | None,
-    flag("--log-level", metavar="NAME", help=f"{', '.join(LOG_LEVELS)}; default: warning."),
-]
-LogFormat = Annotated[
-    str | None, flag("--log-format", metavar="NAME", help="text or json; default: text.")
-]
-
-
-@dataclass(frozen=True, slots=True)
-class LogFlags:
-    """How the program talks on stderr."""
-
-    log_level: LogLevel = None
-    log_format: LogFormat = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,7 +161,7 @@ def _report_error(message: str, exit_code: int, *, is_json: bool) -> int:
     message = " ".join(message.split())
     print(f"error: {message}", file=sys.stderr)
     if is_json:
-        _print_json({"error": {"message": message, "exit_code": exit_code}})
+        print_json({"error": {"message": message, "exit_code": exit_code}})
         sys.stdout.flush()
     return exit_code
 
@@ -179,7 +173,7 @@ def root(
     log_format: LogFormat = None,
     is_version: Annotated[bool, flag("--version", help="Print the version.")] = False,
 ) -> None:
-    _configure_logging(log_level or "warning", log_format or "text")
+    configure_logging(log_level or "warning", log_format or "text")
     if is_version:
         print(f"oled-moe {oled_moe.__version__}")
         raise typer.Exit
@@ -205,7 +199,7 @@ def demo(
     Runs a small model that comes with the program. The answers of both runs must be the same,
     token for token; otherwise the exit code is 1.
     """
-    _use(log)
+    use_log_flags(log)
     # Experts computed on the CPU may round differently; without them the tokens must agree.
     config = EngineConfig(
         device=device or "cpu",
@@ -216,7 +210,7 @@ def demo(
     )
     run = _run_demo(config, num_questions, is_quiet=as_json)
     if as_json:
-        _print_json({**run.to_dict(), "versions": _versions()})
+        print_json({**run.to_dict(), "versions": versions()})
     return 0 if run.is_same else 1
 
 
@@ -246,19 +240,19 @@ def generate(
     ] = None,
     is_quiet: Annotated[bool, flag("-q", "--quiet", help="Only errors on stderr.")] = False,
     as_json: Json = False,
-    engine: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
-    sampling: SamplingFlags = SamplingFlags(),  # noqa: B008 - frozen
+    engine: EngineFlags = EngineFlags(),
+    sampling: SamplingFlags = SamplingFlags(),
     log: LogFlags = LogFlags(),
 ) -> None:
     """Answer one prompt: text on stdout; the plan in effect and statistics on stderr."""
-    _use(log)
+    use_log_flags(log)
     config, params = engine.config(), sampling.params()
     text = _read_prompt(prompt, prompt_file, prompt_ids)
     if system is not None and (is_raw or prompt_ids is not None):
         raise ConfigError("system needs the chat template; leave out --raw and --prompt-ids")
     from oled_moe.chat import chat_request, with_face_defaults
 
-    with _open_engine(model, config, is_quiet=is_quiet) as opened:
+    with open_engine(model, config, is_quiet=is_quiet) as opened:
         params = with_face_defaults(opened, params)
         request: str | list[int] = text
         if prompt_ids is not None:
@@ -269,12 +263,12 @@ def generate(
         is_streaming = not as_json and (sys.stdout.isatty() if stream is None else stream)
         events = opened.stream(request, params)
         if not is_quiet:
-            _note("plan", plan_rows(model, opened, decoding))
+            note("plan", plan_rows(model, opened, decoding))
         result = _print_answer(events, is_streaming=is_streaming, is_silent=as_json)
         if as_json:
-            _print_json(_generation_dict(model, opened, decoding, result))
+            print_json(_generation_dict(model, opened, decoding, result))
         if not is_quiet:
-            _note("statistics", stats_rows(opened, result))
+            note("statistics", stats_rows(opened, result))
 
 
 @app.command(cls=PanelCommand, short_help="Measure this machine; say whether MODEL fits.")
@@ -314,10 +308,10 @@ def doctor(
 
     The exit code is 4 where it does not fit.
     """
-    _use(log)
+    use_log_flags(log)
     if device is not None:
         check_choice("device", device, DEVICES)
-    with _status_line() as say:
+    with status_line() as say:
         say("loading torch")
         from oled_moe.inspection import check_machine
 
@@ -328,15 +322,18 @@ def doctor(
             directory=directory,
             threads=threads,
             saves=not is_unsaved,
-            hub_cache=_hub_cache(),
+            hub_cache=hub_cache(),
             say=say,
         )
     if as_json:
-        _print_json(checkup)
+        print_json(checkup)
     else:
         _print_checkup(checkup)
     is_fitting = checkup["fit"] is None or checkup["fit"]["is_fitting"]
     return 0 if is_fitting else DoesNotFitError.exit_code
+
+
+app.command(cls=PanelCommand, short_help="Run policies side by side; table, page.")(bench)
 
 
 @app.command(cls=PanelCommand, short_help="Say what a checkpoint holds, without loading it.")
@@ -347,14 +344,14 @@ def inspect(
     log: LogFlags = LogFlags(),
 ) -> None:
     """Say what a checkpoint holds, from its config and headers alone."""
-    _use(log)
+    use_log_flags(log)
     from oled_moe.inspection import describe_checkpoint
 
-    summary = describe_checkpoint(path, hub_cache=_hub_cache())
+    summary = describe_checkpoint(path, hub_cache=hub_cache())
     if as_json:
-        _print_json({**asdict(summary), "path": str(summary.path)})
+        print_json({**asdict(summary), "path": str(summary.path)})
     else:
-        _print_rows(checkpoint_rows(summary))
+        print_rows(checkpoint_rows(summary))
 
 
 @app.command(cls=PanelCommand, short_help="Print versions, and facts about this machine.")
@@ -366,92 +363,15 @@ def version(as_json: Json = False) -> None:
 
     facts = machine_facts()
     if as_json:
-        _print_json({**_versions(), "machine": facts})
+        print_json({**versions(), "machine": facts})
         return
-    versions = [(name, number) for name, number in package_versions().items()]
-    _print_rows(
-        [("oled-moe", oled_moe.__version__), ("python", facts["python_version"]), *versions]
-    )
+    numbers = list(package_versions().items())
+    print_rows([("oled-moe", oled_moe.__version__), ("python", facts["python_version"]), *numbers])
     print()
-    _print_rows(machine_rows(facts))
+    print_rows(machine_rows(facts))
 
 
 # What the commands share
-
-
-def _use(log: LogFlags) -> None:
-    """Flags behind the command win over those before it."""
-    if log.log_level is not None or log.log_format is not None:
-        current = logging.getLevelName(logging.getLogger().level).lower()
-        is_json = any(isinstance(h.formatter, _JsonFormatter) for h in logging.getLogger().handlers)
-        _configure_logging(
-            log.log_level or current, log.log_format or ("json" if is_json else "text")
-        )
-
-
-class _JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
-
-
-def _configure_logging(level: str, form: str) -> None:
-    check_choice("log-level", level, LOG_LEVELS)
-    check_choice("log-format", form, LOG_FORMATS)
-    handler = logging.StreamHandler()
-    text = logging.Formatter("%(levelname)s: %(message)s")
-    handler.setFormatter(_JsonFormatter() if form == "json" else text)
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.captureWarnings(True)
-
-
-def _hub_cache() -> Path | None:
-    """Where Hugging Face tools keep what they downloaded; None for their default."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    return None
-
-
-def _open_engine(model: str, config: EngineConfig, *, is_quiet: bool = False) -> "Engine":
-    """Load a model, with progress on stderr where that is a terminal."""
-    with _status_line(is_quiet=is_quiet) as say:
-        say("loading torch")
-        from oled_moe.engine import Engine
-
-        say(f"loading {model}")
-
-        def progress(what: str, done: int, total: int) -> None:
-            say(f"{what}: {done} of {total}")
-
-        return Engine(model, config, hub_cache=_hub_cache(), progress=progress)
-
-
-@contextmanager
-def _status_line(*, is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that is replaced by the next and gone at the end."""
-    is_shown = sys.stderr.isatty() and not is_quiet
-
-    def say(text: str) -> None:
-        if is_shown:
-            width = shutil.get_terminal_size().columns
-            print(f"\r\x1b[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield say
-    finally:
-        if is_shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str:
@@ -486,51 +406,7 @@ def _read_prompt(prompt: str | None, file: Path | None, ids: str | None) -> str:
     raise ConfigError("there is no prompt; give -p TEXT, --prompt-file FILE, or pipe it in")
 
 
-def _versions() -> dict[str, str]:
-    from oled_moe.inspection import package_versions
-
-    return {"oled_moe": oled_moe.__version__, **package_versions()}
-
-
 # Printing
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
-
-
-Rows = Sequence[tuple[str, str]]
-
-
-def _note(event: str, rows: Rows) -> None:
-    """A block on stderr, in the form of the log."""
-    if any(isinstance(h.formatter, _JsonFormatter) for h in logging.getLogger().handlers):
-        print(json.dumps({"event": event, **dict(rows)}, ensure_ascii=False), file=sys.stderr)
-        return
-    _print_rows(rows, stream=sys.stderr)
-    if event == "plan":
-        print(file=sys.stderr, flush=True)
-
-
-def _print_rows(rows: Rows, *, stream: TextIO | None = None) -> None:
-    """Two columns; on a terminal the second is wrapped within itself."""
-    stream = stream or sys.stdout
-    indent = max(len(label) for label, _ in rows) + 2
-    width = shutil.get_terminal_size().columns if stream.isatty() else 10_000
-    for label, value in rows:
-        lines = textwrap.wrap(value, max(20, width - indent), break_on_hyphens=False) or [""]
-        print(f"{label:<{indent}}{lines[0]}".rstrip(), file=stream)
-        for line in lines[1:]:
-            print(" " * indent + line, file=stream)
-
-
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns with a heading; all but the first are numbers and end at one edge."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, *rows]:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join(cells).rstrip())
 
 
 def _print_answer(
@@ -573,7 +449,7 @@ def _generation_dict(
         "hardware_source": engine.hardware_source,
         "plan": plan_to_dict(engine.memory_plan),
         "params": asdict(decoding),
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
@@ -595,7 +471,7 @@ def _run_demo(config: EngineConfig, num_questions: int, *, is_quiet: bool) -> "D
         if is_quiet
         else Console(highlight=False, width=None if sys.stdout.isatty() else 10_000)
     )
-    with _open_engine("demo", config) as engine:
+    with open_engine("demo", config) as engine:
         facts = {
             "device": config.device,
             "policy": engine.policy.name,
@@ -608,7 +484,7 @@ def _run_demo(config: EngineConfig, num_questions: int, *, is_quiet: bool) -> "D
         offloaded = _ask_all(engine, questions, console)
     if console is not None:
         print("The same again with all experts in memory.")
-    with _open_engine("demo", replace(config, expert_memory="100%")) as engine:
+    with open_engine("demo", replace(config, expert_memory="100%")) as engine:
         resident = _ask_all(engine, questions, None)
     run = DemoRun(offloaded, resident, num_experts, facts)
     if console is not None:
@@ -623,7 +499,7 @@ def _introduce(engine: "Engine", num_questions: int) -> None:
         "A small diffusion model that comes with oled-moe answers "
         f"{count(num_questions, 'question')} that it has not seen in training."
     )
-    print(_wrapped(words))
+    print(wrapped(words))
     rows = [
         (
             "experts",
@@ -635,7 +511,7 @@ def _introduce(engine: "Engine", num_questions: int) -> None:
         ("policy", engine.policy.name),
         ("hardware", f"{engine.hardware.name} ({engine.hardware_source})"),
     ]
-    _print_rows(rows)
+    print_rows(rows)
     print()
 
 
@@ -644,7 +520,7 @@ def _ask_all(engine: "Engine", questions: "Sequence[Question]", console: Any) ->
     from oled_moe.demo_screen import Asked, answer_lines, watch
 
     answers = []
-    with _status_line() as say:
+    with status_line() as say:
         say("warming up")
         Asked(engine, questions[0]).answer()
         say("")
@@ -671,38 +547,32 @@ def _print_outcome(run: "DemoRun") -> None:
     print(f"{num_correct} of {len(run.offloaded)} answers are right.\n")
     first = f"{run.offloaded[0].result.stats.max_resident_experts} experts"
     rows = comparison_rows(run.offloaded_stats, run.resident_stats, run.num_experts)
-    _print_table(("", first, "all experts"), rows)
+    print_table(("", first, "all experts"), rows)
 
 
 # doctor
 
 
 def _print_checkup(checkup: Mapping[str, Any]) -> None:
-    _print_rows(checkup_rows(checkup))
+    print_rows(checkup_rows(checkup))
     reads = checkup["disk_reads"]
     if reads:
         print("\nCold reads of experts from disk, by reads in flight:")
         methods = sorted({read["method"] for read in reads})
-        _print_table(("in flight", *methods), disk_rows(reads))
+        print_table(("in flight", *methods), disk_rows(reads))
     if checkup["fit"] is not None:
         print()
-        print(_wrapped(f"{checkup['model']}: {checkup['fit']['verdict']}"))
+        print(wrapped(f"{checkup['model']}: {checkup['fit']['verdict']}"))
         plan = checkup["fit"]["plan"]
         if plan is not None:
-            _print_rows(memory_rows([(line["what"], line["bytes"]) for line in plan["lines"]]))
+            print_rows(memory_rows([(line["what"], line["bytes"]) for line in plan["lines"]]))
     if checkup["warnings"]:
         print()
         for warning in checkup["warnings"]:
-            print(_wrapped(f"Warning: {warning}"))
+            print(wrapped(f"Warning: {warning}"))
     print()
     for device, entry in checkup["devices"].items():
         if entry["stored_at"] is None:
             print(f"The profile for {device} was not stored.")
         else:
             print(f"The profile for {device} is stored in {entry['stored_at']}.")
-
-
-def _wrapped(text: str) -> str:
-    if not sys.stdout.isatty():
-        return text
-    return textwrap.fill(text, shutil.get_terminal_size().columns, break_on_hyphens=False)

@@ -11,6 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from oled_moe.config import DEVICES, check_choice, check_flag
 from oled_moe.errors import ConfigError, ModelNotFoundError
 
 PROFILE_VERSION = 1
@@ -26,6 +27,11 @@ class HardwareProfile:
     `mean_tokens_per_miss` is n̄ of policies.md 2.1; dispatch refreshes it online.
     `emulated_jitter_s`: upper end of the seeded random delay of each emulated operation.
     `disk_method` is the faster way of cold reads found by doctor: direct or buffered.
+    The rest is for simulation. `device_*`: weights computed from a slot, read once and each token
+    on top; None where the device is this CPU and takes what `cpu_*` say. `layer_overhead_s` and
+    `forward_overhead_s`: software around one MoE layer, and around one forward.
+    `activation_round_trip_s`: activations to the CPU and results back, once for each layer that
+    computes there. `has_cpu_experts`: whether there is a second place to compute.
 
     Units: seconds, bytes, bytes per second. Raises: ConfigError for a value out of range.
     """
@@ -43,9 +49,15 @@ class HardwareProfile:
     emulated_jitter_s: float = 0.0
     is_measured: bool = False
     note: str = ""
+    device_weight_bytes_per_s: float | None = None
+    device_token_weight_bytes_per_s: float | None = None
+    layer_overhead_s: float = 0.0
+    forward_overhead_s: float = 0.0
+    activation_round_trip_s: float = 0.0
+    has_cpu_experts: bool = False
 
     def __post_init__(self) -> None:
-        positive = (
+        positive: tuple[str, ...] = (
             "copy_bytes_per_s",
             "cpu_weight_bytes_per_s",
             "cpu_token_weight_bytes_per_s",
@@ -53,7 +65,16 @@ class HardwareProfile:
             "disk_direct_bytes_per_s",
             "disk_buffered_bytes_per_s",
         )
-        for name in (*positive, "copy_latency_s", "emulated_jitter_s"):
+        not_negative = (
+            "copy_latency_s",
+            "emulated_jitter_s",
+            "layer_overhead_s",
+            "forward_overhead_s",
+            "activation_round_trip_s",
+        )
+        device = ("device_weight_bytes_per_s", "device_token_weight_bytes_per_s")
+        positive += tuple(name for name in device if getattr(self, name) is not None)
+        for name in (*positive, *not_negative):
             value = getattr(self, name)
             is_real = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_real or math.isnan(value) or value < 0 or (name in positive and value == 0):
@@ -66,6 +87,7 @@ class HardwareProfile:
         depth = self.disk_queue_depth
         if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= 64:
             raise ConfigError(f"hardware profile: disk_queue_depth is {depth!r}; allowed: 1 to 64")
+        check_flag("hardware profile: has_cpu_experts", self.has_cpu_experts)
 
     def to_json(self) -> str:
         """The profile as JSON text, with its format version."""
@@ -106,7 +128,18 @@ DEFAULT_EMULATED_PROFILE = replace(
     name="emulated PCIe 4.0 x16",
     copy_bytes_per_s=2.5e10,
     copy_latency_s=1.0e-5,
+    has_cpu_experts=True,
 )
+
+
+def default_profile_path(device: str, *, cache_directory: Path | None = None) -> Path:
+    """Where doctor stores the profile of `device`; `cache_directory` None is ~/.cache/oled-moe.
+
+    Raises: ConfigError for an unknown device.
+    """
+    check_choice("device", device, DEVICES)
+    folder = Path.home() / ".cache" / "oled-moe" if cache_directory is None else cache_directory
+    return folder / f"hardware-{device}.json"
 
 
 def load_profile(path: Path) -> HardwareProfile:

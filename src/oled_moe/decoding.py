@@ -16,7 +16,14 @@ from oled_moe.config import DecodingParams
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import Model
-from oled_moe.types import ForwardContext, ForwardRow, IntArray, Phase, TokenState
+from oled_moe.types import (
+    ForwardContext,
+    ForwardOutcome,
+    ForwardRow,
+    IntArray,
+    Phase,
+    TokenState,
+)
 from oled_moe.unmasking import UNMASKING, BlockState, BlockUpdate, sample
 
 # Layer-time confidence of a masked position that no forward has seen yet (architecture.md 3.1).
@@ -80,12 +87,21 @@ def never_stop(answer_ids: Sequence[int]) -> int | None:
 class BlockDiffusionDecoder:
     """The loops of LLaDA2.0 and 2.1 over a prefix cache of finished blocks.
 
-    `end_forward(is_denoise)` is called after each forward, once its last layer is done.
+    `start_forward` is called before each forward, `end_forward` after it, once it is known what was
+    accepted. `wants_input_embedding` has contexts carry the embeddings of their tokens.
     Source: models.md 4 (KV-cached equivalent) and 5; architecture.md 3.6.
     """
 
-    def __init__(self, model: Model, *, end_forward: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        start_forward: Callable[[ForwardContext], None],
+        end_forward: Callable[[ForwardOutcome], None],
+    ) -> None:
+        self.wants_input_embedding = False
         self._model = model
+        self._start_forward = start_forward
         self._end_forward = end_forward
         self._num_forwards = 0
 
@@ -132,8 +148,11 @@ class BlockDiffusionDecoder:
                 0,
                 np.ones(len(token_ids), dtype=np.float32),
                 np.full(len(token_ids), TokenState.PROMPT, dtype=np.uint8),
+                start,
+                token_ids,
             )
             self._forward(token_ids, kv, context, wants_logits=False)
+            self._end_forward(ForwardOutcome.without_logits(context))
             kv.advance(len(token_ids))
             request.counters.num_prefill_forwards += 1
 
@@ -150,6 +169,7 @@ class BlockDiffusionDecoder:
         request.state = state
         unmasking = UNMASKING[params.algorithm](params)
         confidence = np.full(params.block_length, FRESH_CONFIDENCE, dtype=np.float32)
+        guess_ids = np.full(params.block_length, -1, dtype=np.int64)
         is_wanted = unmasking.wants_forward(state)
         while is_wanted:
             context = self._context(
@@ -159,14 +179,18 @@ class BlockDiffusionDecoder:
                 state.num_steps,
                 np.where(state.is_masked, confidence, np.float32(1.0)),
                 _token_states(state),
+                start,
+                np.where(state.is_masked, guess_ids, state.token_ids),
             )
             logits = self._forward(state.token_ids, kv, context, wants_logits=True)
             assert logits is not None
             # The step's one synchronisation with the device.
             best_ids, confidence = sample(logits, params, generator)
+            guess_ids = best_ids
             counters.num_denoise_forwards += 1
             before = state.token_ids.copy()
             update = unmasking.update(state, best_ids, confidence)
+            self._end_forward(ForwardOutcome(context, confidence, update.accepted))
             counters.last_token_s = time.perf_counter()
             counters.first_token_s = counters.first_token_s or counters.last_token_s
             is_stopped = params.eos_early_stop and request.ends_mid_block(update, start)
@@ -190,8 +214,11 @@ class BlockDiffusionDecoder:
                 state.num_steps,
                 np.ones(length, dtype=np.float32),
                 _token_states(state),
+                block_id * length,
+                state.token_ids.copy(),
             )
             self._forward(state.token_ids, kv, context, wants_logits=False)
+            self._end_forward(ForwardOutcome.without_logits(context))
             request.counters.num_commit_forwards += 1
         kv.advance(length)
 
@@ -203,11 +230,20 @@ class BlockDiffusionDecoder:
         step_id: int,
         confidence: npt.NDArray[np.float32],
         states: npt.NDArray[np.uint8],
+        start: int,
+        known_ids: IntArray,
     ) -> ForwardContext:
+        """`known_ids`: tokens, and at masked positions the latest guess or -1."""
         self._num_forwards += 1
         row = ForwardRow(request.request_id, block_id, step_id, phase, len(confidence))
         return ForwardContext(
-            self._num_forwards - 1, request.params.block_length, (row,), confidence, states
+            self._num_forwards - 1,
+            request.params.block_length,
+            (row,),
+            confidence,
+            states,
+            np.arange(start, start + len(confidence)),
+            known_ids,
         )
 
     def _forward(
@@ -218,15 +254,18 @@ class BlockDiffusionDecoder:
         *,
         wants_logits: bool,
     ) -> torch.Tensor | None:
+        ids = torch.from_numpy(token_ids.copy())
+        if self.wants_input_embedding:
+            embedding = self._model.embed(ids).float().numpy()
+            context = replace(context, input_embedding=embedding)
+        self._start_forward(context)
         batch = ForwardBatch(
-            torch.from_numpy(token_ids.copy()),
+            ids,
             torch.arange(kv.length, kv.length + len(token_ids)),
             (Segment(kv, len(token_ids), wants_logits),),
             context,
         )
-        logits = self._model.forward(batch)
-        self._end_forward(context.is_denoise)
-        return logits
+        return self._model.forward(batch)
 
 
 class _Request:

@@ -50,7 +50,7 @@ from oled_moe.errors import (
 )
 from oled_moe.experts import OffloadedExperts
 from oled_moe.kernels import KERNELS
-from oled_moe.lanes import InlineLane, Lane, ThreadLane
+from oled_moe.lanes import CopyLane, InlineLane, Lane, ThreadLane
 from oled_moe.layers import ATTENTION_SLICE
 from oled_moe.memory import MemoryPlan, ModelMemory, plan_memory, process_memory_bytes
 from oled_moe.metrics import ExpertCounters, GenerationStats
@@ -60,7 +60,7 @@ from oled_moe.profiler import default_profile_path, usable_memory_bytes
 from oled_moe.slots import RatedCopy, SlotPool
 from oled_moe.store import DiskExpertStore, ExpertLayout, ExpertPart, HostExpertStore
 from oled_moe.tokenization import Tokenizer
-from oled_moe.types import MoeShape
+from oled_moe.types import ForwardOutcome, MoeShape
 
 DEMO_MODEL = "demo"
 # Context that keys and values are planned for where nothing else is asked.
@@ -216,10 +216,11 @@ class Engine:
             num_positions=2 * self.max_model_len,
         )
         self.dtype = sizes.layout.dtype
+        self.outcome_observers: list[Callable[[ForwardOutcome], None]] = []
         self._decoder = BlockDiffusionDecoder(
-            self.model,
-            end_forward=lambda is_denoise: self.cache.end_forward(is_denoise=is_denoise),
+            self.model, start_forward=self.experts.start_forward, end_forward=self._end_forward
         )
+        self.wants_input_embedding = "input_embedding" in self.policy.needs
         self._turn = threading.Lock()
         self._turn_owner: threading.Thread | None = None
         self._process_id = os.getpid()
@@ -234,6 +235,15 @@ class Engine:
     def cache(self) -> ExpertCache:
         """Who is resident; for looking at."""
         return self._tiers.experts.cache
+
+    @property
+    def wants_input_embedding(self) -> bool:
+        """Whether contexts carry the embeddings of their tokens."""
+        return self._decoder.wants_input_embedding
+
+    @wants_input_embedding.setter
+    def wants_input_embedding(self, is_wanted: bool) -> None:
+        self._decoder.wants_input_embedding = is_wanted
 
     @property
     def experts(self) -> OffloadedExperts:
@@ -297,13 +307,14 @@ class Engine:
         counters, experts = DecodingCounters(), ExpertCounters()
         planning_start_s = self.experts.planning_s
         text = _TextStream(self.tokenizer, params.stop)
+        request_id = self._num_requests
         self._num_requests += 1
         self.experts.observers.append(experts)
         try:
             for step in self._decoder.decode(
                 prompt_ids,
                 params,
-                request_id=self._num_requests - 1,
+                request_id=request_id,
                 stop_rule=text.stop_rule if params.stop else never_stop,
                 counters=counters,
             ):
@@ -326,7 +337,13 @@ class Engine:
                 yield _event(step, text, result)
         finally:
             self.experts.observers.remove(experts)
+            self.cache.end_request(request_id)
             self.cache.check()
+
+    def _end_forward(self, outcome: ForwardOutcome) -> None:
+        self.experts.end_forward(outcome)
+        for observer in self.outcome_observers:
+            observer(outcome)
 
     def _check_open(self) -> None:
         if not self._release.alive:
@@ -623,19 +640,28 @@ def _build_experts(
         host = HostExpertStore.from_store(store, tell("experts to RAM"))
         store.close()
         jitter_s = hardware.emulated_jitter_s
-        copies: Lane = ThreadLane("copy", jitter_s=jitter_s, seed=config.seed)
+        copies: CopyLane = ThreadLane("copy", jitter_s=jitter_s, seed=config.seed)
         compute: Lane = ThreadLane("device", jitter_s=jitter_s, seed=config.seed + 1)
         cpu: Lane | None = ThreadLane("cpu", jitter_s=jitter_s, seed=config.seed + 2)
         copy = RatedCopy(
             host, bytes_per_s=hardware.copy_bytes_per_s, latency_s=hardware.copy_latency_s
         )
-        pool = SlotPool(layout, num_slots, copies, copy, is_poisoned=True)
+        pool = SlotPool(
+            layout,
+            num_slots,
+            copies,
+            copy,
+            num_experts=plan.shape.num_experts,
+            is_poisoned=True,
+        )
         lanes = [copies, compute, *([cpu] if cpu else [])]
     else:
         host, cpu = None, None
         copies = ThreadLane("read", num_threads=hardware.disk_queue_depth)
         compute = InlineLane()
-        pool = SlotPool(layout, num_slots, copies, store.read_into)
+        pool = SlotPool(
+            layout, num_slots, copies, store.read_into, num_experts=plan.shape.num_experts
+        )
         lanes = [copies]
     experts = OffloadedExperts(
         cache,
@@ -647,4 +673,6 @@ def _build_experts(
     )
     if plan.holds_all_experts:
         pool.fill(cache.fill(), tell("experts to slots"))
+    else:
+        pool.fill(cache.place(), tell("placed experts to slots"))
     return _Tiers(experts, pool, layout, lanes, host or store)

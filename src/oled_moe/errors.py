@@ -4,6 +4,8 @@
     ├── ConfigError             2  a flag, a parameter, a config value
     ├── InputError              2  a prompt, a message, a token id
     ├── CheckpointError         2  a file that is corrupt, incomplete or not supported
+    ├── TraceError              2  a routing trace that is corrupt, or lacks what is needed
+    │   └── TraceNotFoundError  3  no file at that path
     ├── ModelNotFoundError      3  nothing at that path, no such hub id in the local cache
     ├── DoesNotFitError         4  the memory plan cannot work
     └── MissingDependencyError  5  an optional package, named
@@ -34,6 +36,18 @@ class CheckpointError(OledMoeError):
     """A checkpoint is corrupt, incomplete or of a kind that is not read."""
 
     exit_code = 2
+
+
+class TraceError(OledMoeError):
+    """A routing trace is corrupt, of another version, or lacks what a policy looks at."""
+
+    exit_code = 2
+
+
+class TraceNotFoundError(TraceError):
+    """No trace at the path that was named."""
+
+    exit_code = 3
 
 
 class ModelNotFoundError(OledMoeError):

@@ -18,9 +18,17 @@ from oled_moe.kernels import ExpertKernel
 from oled_moe.lanes import Event, Lane
 from oled_moe.slots import SlotPool
 from oled_moe.store import ExpertWeights, HostExpertStore
-from oled_moe.types import ForwardContext, IntArray, LayerDemand, LayerPlan
+from oled_moe.types import (
+    CopyPlan,
+    ForwardContext,
+    ForwardOutcome,
+    IntArray,
+    LayerDemand,
+    LayerPlan,
+)
 
 Observer = Callable[[LayerDemand, LayerPlan], None]
+CopyObserver = Callable[[CopyPlan], None]
 
 
 @dataclass(slots=True)
@@ -41,7 +49,8 @@ class OffloadedExperts:
 
     `compute_lane` runs the device's kernels, `cpu_lane` those of experts that stay in the slow
     tier (`host_store`; both None where there is no second place to compute). `observers` see every
-    demand and its plan. One thread calls.
+    demand and its plan once the layer is done, `copy_observers` what is copied ahead before a
+    forward. `wants_gate_scores` asks the model for all router scores. One thread calls.
     """
 
     def __init__(
@@ -58,6 +67,8 @@ class OffloadedExperts:
         self.cache = cache
         self.pool = pool
         self.observers: list[Observer] = []
+        self.copy_observers: list[CopyObserver] = []
+        self.wants_gate_scores = "gate_scores" in cache.policy.needs
         self.planning_s = 0.0
         self._kernel = kernel
         self._cpu_kernel = cpu_kernel or kernel
@@ -67,6 +78,26 @@ class OffloadedExperts:
         # The layer between `start` and the end of `finish`, and the events of what it runs.
         self._unfinished: tuple[int, list[Event]] | None = None
 
+    def start_forward(self, context: ForwardContext) -> None:
+        """Before the first layer: set going what is copied ahead."""
+        start_s = time.perf_counter()
+        try:
+            copies = self.cache.start_forward(context)
+            self.planning_s += time.perf_counter() - start_s
+            self.pool.copy_ahead(copies)
+        except BaseException:
+            self.cache.forget_ahead()
+            raise
+        if len(copies):
+            for observer in self.copy_observers:
+                observer(copies)
+
+    def end_forward(self, outcome: ForwardOutcome) -> None:
+        """After the last layer, once the logits were looked at."""
+        start_s = time.perf_counter()
+        self.cache.end_forward(outcome)
+        self.planning_s += time.perf_counter() - start_s
+
     def start(
         self,
         layer: int,
@@ -74,10 +105,12 @@ class OffloadedExperts:
         topk_ids_TK: Tensor,
         gate_weights_TK: Tensor,
         context: ForwardContext,
+        gate_scores_TE: Tensor | None = None,
     ) -> PendingLayer:
         """Plan the layer and set its copies and CPU experts going; `finish` does the rest.
 
-        Shapes: ids int64 [T, K]; gate weights fp32 [T, K], normalised, before any scaling.
+        Shapes: ids int64 [T, K]; gate weights fp32 [T, K], normalised, before any scaling; all
+        router scores fp32 [T, E] where `wants_gate_scores`.
         """
         if self._unfinished is not None:
             # Whoever called was interrupted between the two, by Ctrl-C for instance.
@@ -87,7 +120,12 @@ class OffloadedExperts:
         gate_weights = gate_weights_TK.numpy()
         start_s = time.perf_counter()
         demand = LayerDemand.from_routing(
-            layer, context, topk_ids, gate_weights, num_experts=self.cache.shape.num_experts
+            layer,
+            context,
+            topk_ids,
+            gate_weights,
+            num_experts=self.cache.shape.num_experts,
+            gate_scores=None if gate_scores_TE is None else gate_scores_TE.numpy(),
         )
         events: list[Event] = []
         self._unfinished = (layer, events)
@@ -129,16 +167,33 @@ class OffloadedExperts:
         return _combine(pending.out_ND, pending.order_N, weights_TK)
 
     def _submit_device_experts(self, pending: PendingLayer) -> None:
-        plan, pool, events = pending.plan, self.pool, pending.events
+        plan, pool = pending.plan, self.pool
+        loads = list(zip(plan.load_ids.tolist(), plan.load_slots.tolist(), strict=True))
+        # Synchronous loads: no kernel before the copies of its wave, no copy before the kernels of
+        # the last wave.
+        waves = plan.wave_sizes or (len(loads),)
+        barrier = [pool.ready(load) for load in range(waves[0])] if plan.wave_sizes else []
         for expert, slot in zip(plan.hit_ids.tolist(), plan.hit_slots.tolist(), strict=True):
-            work = self._work(pending, expert, pool.weights(slot), self._kernel)
-            events.append(self._compute_lane.submit(work))
-            pool.submitted_reader(slot, events[-1])
-        loads = zip(plan.load_ids.tolist(), plan.load_slots.tolist(), strict=True)
-        for index, (expert, slot) in enumerate(loads):
-            work = self._work(pending, expert, pool.weights(slot), self._kernel)
-            events.append(self._compute_lane.submit(work, after=(pool.ready(index),)))
-            pool.submitted_reader(slot, events[-1])
+            self._submit_reader(pending, expert, slot, barrier)
+        for expert, slot in zip(plan.staged_ids.tolist(), plan.staged_slots.tolist(), strict=True):
+            self._submit_reader(pending, expert, slot, [*barrier, pool.ready_staged(slot)])
+        first = 0
+        for wave, size in enumerate(waves):
+            if wave:
+                for event in pending.events:
+                    event.wait()
+                pool.next_wave()
+                barrier = [pool.ready(load) for load in range(first, first + size)]
+            for load in range(first, first + size):
+                self._submit_reader(pending, *loads[load], barrier or [pool.ready(load)])
+            first += size
+
+    def _submit_reader(
+        self, pending: PendingLayer, expert: int, slot: int, after: list[Event]
+    ) -> None:
+        work = self._work(pending, expert, self.pool.weights(slot), self._kernel)
+        pending.events.append(self._compute_lane.submit(work, after=after))
+        self.pool.submitted_reader(slot, pending.events[-1])
 
     def _submit_cpu_experts(self, pending: PendingLayer) -> None:
         if not len(pending.plan.cpu_ids):
@@ -160,11 +215,15 @@ class OffloadedExperts:
         return work
 
     def _abandon(self) -> None:
-        """Let everything under way end, then forget the layer: a slot may hold half an expert."""
+        """Let everything under way end, then forget the layer: a slot may hold half an expert.
+
+        What was to be copied ahead may not have been queued, so that is forgotten too.
+        """
         assert self._unfinished is not None
         layer, events = self._unfinished
         self.pool.drain(events)
         self.cache.forget(layer)
+        self.cache.forget_ahead()
         self._unfinished = None
 
 

@@ -6,6 +6,7 @@ else; a device is a choice of lanes (`slots.py`, `experts.py`) and kernels (`ker
 CUDA will be a lane whose work is enqueued on a stream and whose events are stream events.
 """
 
+import itertools
 import queue
 import random
 import threading
@@ -20,6 +21,11 @@ Work = Callable[[], None]
 
 class Event(Protocol):
     """Fires once the work it stands for is done."""
+
+    @property
+    def is_fired(self) -> bool:
+        """Whether the work has ended, well or not."""
+        ...
 
     def wait(self) -> None:
         """Block until fired. Raises: whatever the work raised."""
@@ -38,8 +44,32 @@ class Lane(Protocol):
         ...
 
 
+class CopyLane(Lane, Protocol):
+    """A lane that also takes work for which nobody waits yet."""
+
+    def submit_ahead(self, work: Work, after: Sequence[Event] = ()) -> Event:
+        """Queue `work` to run while nothing that was submitted otherwise waits to start.
+
+        Nothing in `after` may depend on work still to be submitted to this lane.
+        """
+        ...
+
+    def hurry(self, event: Event) -> None:
+        """Make work submitted ahead as urgent as any other; nothing if it has begun."""
+        ...
+
+    def cancel(self, event: Event) -> bool:
+        """Drop work submitted ahead if it has not begun; whether it was dropped.
+
+        The event of dropped work has fired.
+        """
+        ...
+
+
 class _DoneEvent:
     """The event of work that is already finished."""
+
+    is_fired = True
 
     def wait(self) -> None:
         return None
@@ -54,6 +84,10 @@ class ThreadEvent:
     def __init__(self) -> None:
         self._is_done = threading.Event()
         self._error: BaseException | None = None
+
+    @property
+    def is_fired(self) -> bool:
+        return self._is_done.is_set()
 
     def fire(self, error: BaseException | None = None) -> None:
         self._error = error
@@ -74,8 +108,34 @@ class InlineLane:
         work()
         return DONE
 
+    def submit_ahead(self, work: Work, after: Sequence[Event] = ()) -> Event:
+        return self.submit(work, after)
+
+    def hurry(self, event: Event) -> None:
+        return None
+
+    def cancel(self, event: Event) -> bool:
+        return False
+
     def close(self) -> None:
         return None
+
+
+# Order in which a lane's threads take what is queued; stopping goes before guesses.
+_URGENT, _STOP, _AHEAD = 0, 1, 2
+
+
+class _Item:
+    """Queued work; `is_taken` once a thread runs it or it was dropped."""
+
+    __slots__ = ("after", "delay_s", "event", "is_taken", "work")
+
+    def __init__(self, work: Work, after: Sequence[Event], delay_s: float) -> None:
+        self.work = work
+        self.after = after
+        self.delay_s = delay_s
+        self.event = ThreadEvent()
+        self.is_taken = False
 
 
 class ThreadLane:
@@ -91,8 +151,11 @@ class ThreadLane:
     ) -> None:
         self._jitter_s = jitter_s
         self._random = random.Random(seed)
-        self._queue: queue.SimpleQueue[tuple[Work, Sequence[Event], ThreadEvent, float] | None]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.PriorityQueue[tuple[int, int, _Item | None]] = queue.PriorityQueue()
+        self._num_submitted = itertools.count()
+        # Guesses that no thread has taken, by their events.
+        self._ahead: dict[Event, _Item] = {}
+        self._lock = threading.Lock()
         self._is_closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"oled-moe-{name}-{i}", daemon=True)
@@ -102,35 +165,71 @@ class ThreadLane:
             thread.start()
 
     def submit(self, work: Work, after: Sequence[Event] = ()) -> Event:
+        return self._put(_URGENT, self._item(work, after))
+
+    def submit_ahead(self, work: Work, after: Sequence[Event] = ()) -> Event:
+        item = self._item(work, after)
+        self._ahead[item.event] = item
+        return self._put(_AHEAD, item)
+
+    def hurry(self, event: Event) -> None:
+        item = self._ahead.get(event)
+        if item is not None:
+            # Queued twice; whoever comes second finds it taken.
+            self._put(_URGENT, item)
+
+    def cancel(self, event: Event) -> bool:
+        item = self._ahead.get(event)
+        if item is None or not self._take(item):
+            return False
+        item.event.fire()
+        return True
+
+    def _item(self, work: Work, after: Sequence[Event]) -> _Item:
         if self._is_closed:
             raise OledMoeError("the engine is closed; make a new one")
-        event = ThreadEvent()
         delay_s = self._random.uniform(0, self._jitter_s) if self._jitter_s else 0.0
-        self._queue.put((work, after, event, delay_s))
-        return event
+        return _Item(work, after, delay_s)
+
+    def _put(self, urgency: int, item: _Item) -> Event:
+        self._queue.put((urgency, next(self._num_submitted), item))
+        return item.event
+
+    def _take(self, item: _Item) -> bool:
+        """Claim an item; False where somebody has."""
+        with self._lock:
+            if item.is_taken:
+                return False
+            item.is_taken = True
+            self._ahead.pop(item.event, None)
+            return True
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, after, event, delay_s = item
+        while (item := self._queue.get()[2]) is not None:
+            if not self._take(item):
+                continue
             try:
-                for dependency in after:
+                for dependency in item.after:
                     dependency.wait()
-                if delay_s:
-                    time.sleep(delay_s)
-                work()
+                if item.delay_s:
+                    time.sleep(item.delay_s)
+                item.work()
             # Whatever went wrong belongs to the waiter, not to this thread.
             except BaseException as error:  # noqa: B036 - carried to the waiter, see above
-                event.fire(error)
+                item.event.fire(error)
             else:
-                event.fire()
+                item.event.fire()
             # The closures hold slots and activations; do not keep them while waiting for more.
-            del item, work, after, event
+            del item
 
     def close(self) -> None:
+        """Finish what is queued and release the threads; guesses not begun are dropped."""
         if self._is_closed:
             return
         self._is_closed = True
         for _ in self._threads:
-            self._queue.put(None)
+            self._queue.put((_STOP, next(self._num_submitted), None))
         for thread in self._threads:
             thread.join()
+        for event in list(self._ahead):
+            self.cancel(event)

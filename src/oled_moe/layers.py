@@ -4,9 +4,8 @@ Plain functions over tensors. Legend: T tokens, D hidden, Q query heads, G key/v
 H head size, S key positions, E experts, K experts per token.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,15 +52,7 @@ class ForwardBatch:
     def wanted_part(self) -> "ForwardBatch":
         """Only the segments that want logits: what the last layer needs to compute."""
         is_wanted = self.wanted_tokens()
-        mask = is_wanted.numpy()
-        pairs = zip(self.segments, self.context.rows, strict=True)
-        rows = tuple(row for segment, row in pairs if segment.wants_logits)
-        context = replace(
-            self.context,
-            rows=rows,
-            token_confidence=np.ascontiguousarray(self.context.token_confidence[mask]),
-            token_state=np.ascontiguousarray(self.context.token_state[mask]),
-        )
+        context = self.context.part([segment.wants_logits for segment in self.segments])
         segments = tuple(segment for segment in self.segments if segment.wants_logits)
         return ForwardBatch(self.token_ids[is_wanted], self.positions[is_wanted], segments, context)
 
@@ -158,8 +149,9 @@ def grouped_sigmoid_router(
     num_groups: int,
     num_kept_groups: int,
     top_k: int,
-) -> tuple[Tensor, Tensor]:
-    """LLaDA2's router in fp32: ids int64 [T, K] and mixing weights fp32 [T, K], unscaled.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """LLaDA2's router in fp32: ids int64 [T, K], mixing weights fp32 [T, K], unscaled, and all
+    scores fp32 [T, E], without the bias.
 
     The bias takes part in the selection alone; weights are sigmoids, normalised when K > 1.
     Source: models.md 2.2.
@@ -176,4 +168,4 @@ def grouped_sigmoid_router(
     weights_TK = scores_TE.gather(1, ids_TK)
     if top_k > 1:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return ids_TK, weights_TK
+    return ids_TK, weights_TK, scores_TE

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import psutil
 
 from oled_moe.config import EngineConfig, format_size, parse_size
-from oled_moe.errors import ConfigError, DoesNotFitError
+from oled_moe.errors import DoesNotFitError
+from oled_moe.sizing import slots_of_budget, slots_of_layers, staging_beside
 from oled_moe.types import MoeShape
 
-# Staging slots: enough for several reads in flight, never a large part of a small cache.
-MAX_STAGING = 8
-_SLOTS_PER_STAGING = 16
 # Of free memory, what an engine takes when it was given no budget.
 _SHARE_OF_FREE = 0.8
 
@@ -99,10 +97,11 @@ def plan_memory(
     Raises: ConfigError for a budget that makes no sense; DoesNotFitError with the number to change.
     """
     if config.experts_per_layer is not None:
-        num_slots = _slots_of_layers(config.experts_per_layer, shape)
-        plan = MemoryPlan(model, shape, num_slots, _staging_beside(num_slots, shape))
+        num_slots = slots_of_layers(config.experts_per_layer, shape)
+        plan = MemoryPlan(model, shape, num_slots, staging_beside(num_slots, shape))
     else:
-        plan = _plan_budget(model, shape, _expert_budget(config, shape, model, usable_bytes))
+        budget = _expert_budget(config, shape, model, usable_bytes)
+        plan = MemoryPlan(model, shape, *slots_of_budget(budget, shape))
     extra_bytes = plan.total_bytes - model.process_bytes
     if extra_bytes > usable_bytes and not config.force:
         raise DoesNotFitError(
@@ -140,29 +139,6 @@ def _expert_budget(
     return max(shape.expert_bytes, int(_SHARE_OF_FREE * usable_bytes) - others)
 
 
-def _plan_budget(model: ModelMemory, shape: MoeShape, budget: int) -> MemoryPlan:
-    total = shape.num_experts_total
-    num_all = min(budget // shape.expert_bytes, total)
-    if num_all == total:
-        return MemoryPlan(model, shape, total, 0)
-    num_staging = min(MAX_STAGING, max(1, num_all // _SLOTS_PER_STAGING))
-    return MemoryPlan(model, shape, num_all - num_staging, num_staging)
-
-
-def _slots_of_layers(experts_per_layer: float, shape: MoeShape) -> int:
-    if experts_per_layer > shape.num_experts:
-        raise ConfigError(
-            f"experts_per_layer is {experts_per_layer:g}; allowed: 0 to {shape.num_experts}, "
-            "the experts of one layer"
-        )
-    return round(experts_per_layer * shape.num_layers)
-
-
-def _staging_beside(num_slots: int, shape: MoeShape) -> int:
-    missing = shape.num_experts_total - num_slots
-    return min(missing, MAX_STAGING, max(2, num_slots // _SLOTS_PER_STAGING))
-
-
 def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int) -> str:
     """Which number to change, and to what."""
     model, shape = plan.model, plan.shape
@@ -177,7 +153,7 @@ def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int) -> str:
     if config.experts_per_layer is None:
         return f"lower expert_memory to {left} bytes"
     num_free = left // shape.expert_bytes
-    fitting = [n for n in range(num_free + 1) if n + _staging_beside(n, shape) <= num_free]
+    fitting = [n for n in range(num_free + 1) if n + staging_beside(n, shape) <= num_free]
     if not fitting:
         return f"give expert_memory {left} bytes instead of experts_per_layer"
     return f"lower experts_per_layer to {fitting[-1] / shape.num_layers:.6g}"

@@ -1,16 +1,12 @@
-"""Counters of one request: plain numbers out.
-
-Definitions: policies.md 3 and trace-format.md, replay rule 6. Ratios are means over the layers of
-a forward, then over the forwards that denoise.
-"""
+"""What one request took, or several together: plain numbers, built from counters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
+from oled_moe.counters import ExpertCounters as _ExpertCounters
+from oled_moe.counters import ratio
 from oled_moe.decoding import DecodingCounters
-from oled_moe.types import IntArray, LayerDemand, LayerPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,101 +45,39 @@ class GenerationStats:
     policy_overhead: float
 
 
-class ExpertCounters:
-    """Watches demands and plans of one request; an observer of `OffloadedExperts`."""
-
-    def __init__(self) -> None:
-        self.num_loads = 0
-        self.num_cpu_runs = 0
-        self._utilization = _MeanOfMeans()
-        self._hit_rate = _MeanOfMeans()
-        self._num_transferred = 0
-        self._num_reused = 0
-        self._last_loads: dict[int, IntArray] = {}
-
-    def __call__(self, demand: LayerDemand, plan: LayerPlan) -> None:
-        self.num_loads += len(plan.load_ids)
-        self.num_cpu_runs += len(plan.cpu_ids)
-        if not demand.context.is_denoise:
-            return
-        forward_id, num_hits = demand.context.forward_id, len(plan.hit_ids)
-        self._utilization.add(forward_id, num_hits, plan.capacity)
-        self._hit_rate.add(forward_id, num_hits, plan.num_demanded)
-        earlier = self._last_loads.get(demand.layer)
-        if earlier is not None:
-            self._num_transferred += len(earlier)
-            self._num_reused += int(np.isin(earlier, plan.hit_ids).sum())
-        self._last_loads[demand.layer] = plan.load_ids
-
-    def stats(
-        self,
-        counters: DecodingCounters,
-        *,
-        num_tokens: int,
-        expert_bytes: int,
-        max_resident_experts: int,
-        expert_memory_bytes: int,
-        planning_s: float,
-    ) -> GenerationStats:
-        """Everything as one value. Units: seconds, bytes."""
-        num_forwards = counters.num_denoise_forwards + counters.num_commit_forwards
-        decode_s = counters.last_token_s - counters.prefill_end_s
-        total_s = counters.last_token_s - counters.start_s
-        return GenerationStats(
-            num_prefill_forwards=counters.num_prefill_forwards,
-            num_denoise_forwards=counters.num_denoise_forwards,
-            num_commit_forwards=counters.num_commit_forwards,
-            tokens_per_forward=_ratio(num_tokens, num_forwards),
-            ttft_s=counters.first_token_s - counters.start_s,
-            tpot_s=_ratio(decode_s, num_tokens),
-            expert_cache_utilization=self._utilization.mean(),
-            hit_rate=self._hit_rate.mean(),
-            pooled_utilization=self._utilization.pooled(),
-            pooled_hit_rate=self._hit_rate.pooled(),
-            effective_transfer_ratio=_ratio(self._num_reused, self._num_transferred),
-            expert_loads=self.num_loads,
-            bytes_loaded=self.num_loads * expert_bytes,
-            cpu_expert_runs=self.num_cpu_runs,
-            max_resident_experts=max_resident_experts,
-            expert_memory_bytes=expert_memory_bytes,
-            policy_overhead=_ratio(planning_s, total_s),
-        )
-
-
-class _MeanOfMeans:
-    """Ratios averaged within a forward, then over forwards; and the ratio of sums."""
-
-    def __init__(self) -> None:
-        self._forward_id = -1
-        self._ratios: list[float] = []
-        self._means: list[float] = []
-        self._sum_parts = 0
-        self._sum_wholes = 0
-
-    def add(self, forward_id: int, part: int, whole: int) -> None:
-        if forward_id != self._forward_id:
-            self._close_forward()
-            self._forward_id = forward_id
-        self._ratios.append(_ratio(part, whole))
-        self._sum_parts += part
-        self._sum_wholes += whole
-
-    def mean(self) -> float:
-        self._close_forward()
-        return _ratio(sum(self._means), len(self._means))
-
-    def pooled(self) -> float:
-        return _ratio(self._sum_parts, self._sum_wholes)
-
-    def _close_forward(self) -> None:
-        if self._ratios:
-            self._means.append(sum(self._ratios) / len(self._ratios))
-            self._ratios = []
-
-
-def _ratio(part: float, whole: float) -> float:
-    """part / whole, 0 where there is no whole."""
-    return part / whole if whole else 0.0
+def generation_stats(
+    counters: DecodingCounters,
+    experts: _ExpertCounters,
+    *,
+    num_tokens: int,
+    expert_bytes: int,
+    max_resident_experts: int,
+    expert_memory_bytes: int,
+    planning_s: float,
+) -> GenerationStats:
+    """Everything about one request as one value. Units: seconds, bytes."""
+    num_forwards = counters.num_denoise_forwards + counters.num_commit_forwards
+    decode_s = counters.last_token_s - counters.prefill_end_s
+    total_s = counters.last_token_s - counters.start_s
+    return GenerationStats(
+        num_prefill_forwards=counters.num_prefill_forwards,
+        num_denoise_forwards=counters.num_denoise_forwards,
+        num_commit_forwards=counters.num_commit_forwards,
+        tokens_per_forward=ratio(num_tokens, num_forwards),
+        ttft_s=counters.first_token_s - counters.start_s,
+        tpot_s=ratio(decode_s, num_tokens),
+        expert_cache_utilization=experts.utilization.mean(),
+        hit_rate=experts.hit_rate.mean(),
+        pooled_utilization=experts.utilization.pooled(),
+        pooled_hit_rate=experts.hit_rate.pooled(),
+        effective_transfer_ratio=experts.effective_transfer_ratio,
+        expert_loads=experts.num_loads,
+        bytes_loaded=experts.num_loads * expert_bytes,
+        cpu_expert_runs=experts.num_cpu_runs,
+        max_resident_experts=max_resident_experts,
+        expert_memory_bytes=expert_memory_bytes,
+        policy_overhead=ratio(planning_s, total_s),
+    )
 
 
 def combine_stats(stats: Sequence[GenerationStats], num_tokens: Sequence[int]) -> GenerationStats:
@@ -162,15 +96,15 @@ def combine_stats(stats: Sequence[GenerationStats], num_tokens: Sequence[int]) -
 
     def mean(name: str, weights: Sequence[float]) -> float:
         parts = zip(stats, weights, strict=True)
-        return _ratio(sum(getattr(each, name) * weight for each, weight in parts), sum(weights))
+        return ratio(sum(getattr(each, name) * weight for each, weight in parts), sum(weights))
 
     return GenerationStats(
         num_prefill_forwards=total("num_prefill_forwards"),
         num_denoise_forwards=sum(num_forwards),
         num_commit_forwards=total("num_commit_forwards"),
-        tokens_per_forward=_ratio(sum(num_tokens), num_decode_forwards),
+        tokens_per_forward=ratio(sum(num_tokens), num_decode_forwards),
         ttft_s=mean("ttft_s", [1.0] * len(stats)),
-        tpot_s=_ratio(sum(decode_s), sum(num_tokens)),
+        tpot_s=ratio(sum(decode_s), sum(num_tokens)),
         expert_cache_utilization=mean("expert_cache_utilization", num_forwards),
         hit_rate=mean("hit_rate", num_forwards),
         pooled_utilization=mean("pooled_utilization", num_forwards),
@@ -185,3 +119,9 @@ def combine_stats(stats: Sequence[GenerationStats], num_tokens: Sequence[int]) -
         expert_memory_bytes=max(each.expert_memory_bytes for each in stats),
         policy_overhead=mean("policy_overhead", decode_s),
     )
+
+
+# TEMPORARY, until engine.py imports counters.ExpertCounters and calls `generation_stats`.
+class ExpertCounters(_ExpertCounters):
+    def stats(self, counters: DecodingCounters, **values: Any) -> GenerationStats:
+        return generation_stats(counters, self, **values)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from oled_moe.config import DEVICES, DTYPES, check_choice, check_int, format_size
 from oled_moe.costs import DEFAULT_PROFILE, HardwareProfile
+from oled_moe.costs import default_profile_path as default_profile_path
 from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
 from oled_moe.kernels import KERNELS, ExpertKernel
 from oled_moe.store import (
@@ -349,16 +350,6 @@ def best_disk_read(reads: Sequence[DiskRead]) -> DiskRead | None:
     fastest = max(read.bytes_per_s.median for read in reads)
     near = [r for r in reads if r.bytes_per_s.median >= fastest * (1 - _DEPTH_TOLERANCE)]
     return min(near, key=lambda read: (read.queue_depth, -read.bytes_per_s.median))
-
-
-def default_profile_path(device: str, *, cache_directory: Path | None = None) -> Path:
-    """Where doctor stores the profile of `device`; `cache_directory` None is ~/.cache/oled-moe.
-
-    Raises: ConfigError for an unknown device.
-    """
-    check_choice("device", device, DEVICES)
-    folder = Path.home() / ".cache" / "oled-moe" if cache_directory is None else cache_directory
-    return folder / f"hardware-{device}.json"
 
 
 def save_profile(profile: HardwareProfile, path: Path) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from oled_moe.lanes import DONE, Event, Lane
+from oled_moe.lanes import DONE, CopyLane, Event
 from oled_moe.store import ExpertLayout, ExpertStore, ExpertWeights, aligned_empty
-from oled_moe.types import LayerDemand, LayerPlan
+from oled_moe.types import CopyPlan, LayerDemand, LayerPlan
 
 # Every float format of which all bytes are 0xFF is a NaN.
 _NAN_BYTE = 0xFF
@@ -46,19 +46,39 @@ def poison(slot: Tensor) -> None:
     slot.numpy()[:] = _NAN_BYTE
 
 
+class _Ended:
+    """Waits until an event has fired, well or not."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    @property
+    def is_fired(self) -> bool:
+        return self._event.is_fired
+
+    def wait(self) -> None:
+        try:
+            self._event.wait()
+        # Whoever wanted the outcome of that work waits for the event itself.
+        except Exception:
+            return
+
+
 class SlotPool:
     """`num_slots` equal slots in one arena, filled through a copy lane.
 
-    `copy(layer, expert, slot)` fills one slot and blocks. `is_poisoned`: freed slots become NaN.
+    `copy(layer, expert, slot)` fills one slot and blocks. `num_experts`: experts of a layer, by
+    which `CopyPlan` numbers them. `is_poisoned`: freed slots become NaN.
     """
 
     def __init__(
         self,
         layout: ExpertLayout,
         num_slots: int,
-        copy_lane: Lane,
+        copy_lane: CopyLane,
         copy: Copy,
         *,
+        num_experts: int,
         is_poisoned: bool = False,
     ) -> None:
         arena = aligned_empty(num_slots * layout.slot_bytes)
@@ -68,15 +88,22 @@ class SlotPool:
         self._weights = [layout.views(slot) for slot in self._slots]
         self._copy_lane = copy_lane
         self._copy = copy
+        self._num_experts = num_experts
         self._is_poisoned = is_poisoned
         self._idle: list[Event] = [DONE] * num_slots
         self._was_filled = [False] * num_slots
+        # Copies ahead of their demand, by slot, until the slot is read or refilled.
+        self._ahead: dict[int, Event] = {}
         self._layer = 0
         self._loads: list[tuple[int, int]] = []
         self._ready: list[Event] = []
         # For each slot, how many readers of the current plan are still to be submitted.
         self._coming_readers: dict[int, int] = {}
+        # Sizes of the waves of synchronous loads still to come, and how many loads may be queued.
+        self._waves: list[int] = []
+        self._num_allowed = 0
         self.num_filled = 0
+        self.num_staged_ready = 0
         if is_poisoned:
             for slot in self._slots:
                 poison(slot)
@@ -104,25 +131,58 @@ class SlotPool:
             if progress is not None:
                 progress(index + 1, len(events))
 
+    def copy_ahead(self, copies: CopyPlan) -> None:
+        """Queue copies behind everything urgent; their slots have no readers."""
+        pairs = zip(copies.expert_ids.tolist(), copies.slots.tolist(), strict=True)
+        for number, slot in pairs:
+            layer, expert = divmod(number, self._num_experts)
+            self._note_filled(slot)
+            self._ahead[slot] = self._submit(layer, expert, slot, is_urgent=False)
+
     def apply(self, demand: LayerDemand, plan: LayerPlan) -> None:
         """Queue the plan's copies, in its order, as far as no reader is still to come.
 
         The rest follow as `submitted_reader` tells of the readers they wait for.
+        `num_staged_ready` says how many staged experts were there already.
         """
         self._layer = demand.layer
         self._loads = list(zip(plan.load_ids.tolist(), plan.load_slots.tolist(), strict=True))
         self._ready = []
+        self._waves = list(plan.wave_sizes)
+        self._num_allowed = self._waves.pop(0) if self._waves else len(self._loads)
         self._coming_readers = dict.fromkeys(plan.hit_slots.tolist(), 1)
+        if self._ahead:
+            for slot in plan.freed_slots.tolist():
+                if slot in self._ahead and self._copy_lane.cancel(self._ahead[slot]):
+                    del self._ahead[slot]
+        self.num_staged_ready = 0
+        for slot in plan.staged_slots.tolist():
+            self._coming_readers[slot] = 1
+            self._copy_lane.hurry(self._ahead[slot])
+            self.num_staged_ready += self._ahead[slot].is_fired
         self._advance()
+        self.copy_ahead(plan.prefetch)
 
     def ready(self, load: int) -> Event:
         """The event of the plan's load with this index: the slot holds its expert."""
         return self._ready[load]
 
+    def ready_staged(self, slot: int) -> Event:
+        """The event of a staged expert's copy."""
+        return self._ahead[slot]
+
     def submitted_reader(self, slot: int, reader: Event) -> None:
         """Tell that the next reader of `slot` is under way and fires `reader` when done."""
         self._idle[slot] = reader
         self._coming_readers[slot] -= 1
+        # A copy ahead has been waited for by its first reader: the slot is like any other.
+        self._ahead.pop(slot, None)
+        self._advance()
+
+    def next_wave(self) -> None:
+        """The kernels of a wave of synchronous loads are done: queue the copies of the next."""
+        if self._waves:
+            self._num_allowed += self._waves.pop(0)
         self._advance()
 
     def release(self, plan: LayerPlan) -> None:
@@ -130,22 +190,21 @@ class SlotPool:
         if self._is_poisoned:
             for slot in plan.freed_slots.tolist():
                 self._idle[slot].wait()
+                if slot in self._ahead:
+                    _Ended(self._ahead.pop(slot)).wait()
                 poison(self._slots[slot])
 
     def drain(self, readers: Sequence[Event]) -> None:
         """After a failure: wait until every copy queued and every reader has ended, well or not."""
         for event in (*self._ready, *readers):
-            try:
-                event.wait()
-            # The failure being handled is the one to report; these must only have ended.
-            except Exception:
-                continue
+            _Ended(event).wait()
         self._idle = [DONE] * len(self._slots)
         self._loads, self._ready, self._coming_readers = [], [], {}
+        self._waves, self._num_allowed = [], 0
 
     def _advance(self) -> None:
         """Queue copies in order until one has to wait for a reader not yet submitted."""
-        while len(self._ready) < len(self._loads):
+        while len(self._ready) < self._num_allowed:
             expert, slot = self._loads[len(self._ready)]
             if self._coming_readers.get(slot, 0):
                 return
@@ -153,13 +212,19 @@ class SlotPool:
             self._note_filled(slot)
             self._ready.append(self._submit(self._layer, expert, slot))
 
-    def _submit(self, layer: int, expert: int, slot: int) -> Event:
+    def _submit(self, layer: int, expert: int, slot: int, *, is_urgent: bool = True) -> Event:
         target = self._slots[slot]
+        after: list[Event] = [self._idle[slot]]
+        earlier = self._ahead.pop(slot, None)
+        if earlier is not None and not self._copy_lane.cancel(earlier):
+            # A guess that nobody wanted is on its way into the slot.
+            after.append(_Ended(earlier))
 
         def work() -> None:
             self._copy(layer, expert, target)
 
-        return self._copy_lane.submit(work, after=(self._idle[slot],))
+        submit = self._copy_lane.submit if is_urgent else self._copy_lane.submit_ahead
+        return submit(work, after=after)
 
     def _note_filled(self, slot: int) -> None:
         if not self._was_filled[slot]:

@@ -55,6 +55,10 @@ class Model(Protocol):
         """
         ...
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Input embeddings [T, D] of ids int64 [T]."""
+        ...
+
     def new_kv(self, num_positions: int) -> SequenceKv:
         """Room for one sequence."""
         ...

@@ -358,8 +358,11 @@ class Llada2Moe:
             dtype=self._dtype,
         )
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self._weights["model.word_embeddings.weight"])
+
     def forward(self, batch: ForwardBatch) -> Tensor | None:
-        hidden_TD = F.embedding(batch.token_ids, self._weights["model.word_embeddings.weight"])
+        hidden_TD = self.embed(batch.token_ids)
         self._show("embed_out", hidden_TD)
         for layer in range(self.config.num_layers - 1):
             hidden_TD = self._layer(layer, hidden_TD, batch)
@@ -437,7 +440,7 @@ class Llada2Moe:
 
     def _moe(self, layer: int, normed_TD: Tensor, batch: ForwardBatch) -> Tensor:
         config, name = self.config, f"model.layers.{layer}.mlp"
-        ids_TK, gates_TK = grouped_sigmoid_router(
+        ids_TK, gates_TK, scores_TE = grouped_sigmoid_router(
             normed_TD,
             self._weights[f"{name}.gate.weight"],
             self._weights.get(f"{name}.gate.expert_bias"),
@@ -451,7 +454,14 @@ class Llada2Moe:
         moe_layer = layer - config.num_dense_layers
         # With one expert per token the router's weight is not normalised; its share is 1.
         shares_TK = gates_TK if config.top_k > 1 else torch.ones_like(gates_TK)
-        pending = self._experts.start(moe_layer, normed_TD, ids_TK, shares_TK, batch.context)
+        pending = self._experts.start(
+            moe_layer,
+            normed_TD,
+            ids_TK,
+            shares_TK,
+            batch.context,
+            scores_TE if self._experts.wants_gate_scores else None,
+        )
         shared_TD = None
         if config.num_shared_experts:
             shared_TD = self._mlp(f"{name}.shared_experts", normed_TD)

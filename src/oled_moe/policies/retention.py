@@ -30,6 +30,14 @@ class RetentionPolicy(Protocol):
         ...
 
 
+class GlobalRetentionPolicy(RetentionPolicy, Protocol):
+    """Retention over one pool of slots for all layers."""
+
+    def all_scores(self, demand: LayerDemand) -> FloatArray:
+        """Finite scores float64 [L, E] on one scale, asked after `observe`."""
+        ...
+
+
 def gate_mass(demand: LayerDemand, *, num_experts: int) -> FloatArray:
     """p(e) of policies.md 2.2 for all experts: gate weight × confidence, summed, normalised.
 

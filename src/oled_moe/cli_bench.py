@@ -1,0 +1,434 @@
+"""`oled-moe bench`: policies side by side on the live engine; table, JSON, page, rows.
+
+Results go to stdout, progress to stderr. Torch and numpy are imported inside functions.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from oled_moe.cli_flags import (
+    POLICY_NAMES,
+    EngineFlags,
+    Json,
+    SamplingFlags,
+    flag,
+    takes_flags,
+)
+from oled_moe.cli_shared import (
+    LogFlags,
+    Model,
+    hub_cache,
+    print_json,
+    print_rows,
+    print_table,
+    status_line,
+    use_log_flags,
+    wrapped,
+)
+from oled_moe.cli_text import count, device_name, percent
+from oled_moe.config import EngineConfig, check_int, format_size
+from oled_moe.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from oled_moe.bench import BenchReport, Prompt
+
+DEFAULT_POLICIES = ("naive-lru", "lfu", "priority", "oled")
+# Without a budget everything would be resident and no policy had anything to decide.
+DEFAULT_EXPERT_MEMORY = "25%"
+DEFAULT_NUM_PROMPTS = 6
+DEFAULT_NUM_WARMUP = 2
+DEFAULT_REPETITIONS = 5
+QUICK_REPETITIONS = 2
+# Asked of models that bring no questions of their own; any text makes experts work.
+BUILT_IN_PROMPTS = (
+    "Why is the sky blue?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train travels 120 km in 1.5 hours. What is its average speed?",
+    "Summarise how photosynthesis works in three sentences.",
+    "Translate into French: The library opens at nine tomorrow.",
+    "List five uses of a paper clip besides holding paper.",
+    "What is the difference between a list and a tuple in Python?",
+    "Write a short poem about the sea in autumn.",
+    "Explain to a child why ice floats on water.",
+    "If 3 pens cost 4.50 euros, what do 7 pens cost?",
+    "Name the planets of the solar system in order from the sun.",
+    "Give a recipe for pancakes that serves four people.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchEngineFlags(EngineFlags):
+    """How the model is run under every policy."""
+
+    policy: Annotated[
+        list[str] | None,
+        flag(
+            "--policy",
+            panel="Engine",
+            metavar="NAME",
+            help="NAME[:key=value,...]; repeat it, the first is the baseline. "
+            f"Default: {', '.join(DEFAULT_POLICIES)}. Of: {', '.join(POLICY_NAMES)}.",
+        ),
+    ] = None  # type: ignore[assignment]  # one policy elsewhere, several here
+
+    def policies(self) -> tuple[str, ...]:
+        return tuple(self.policy or DEFAULT_POLICIES)
+
+    def config(self) -> EngineConfig:
+        """What all policies share: a quarter of the experts where no budget is given."""
+        config = replace(EngineFlags.config(self), policy="oled")
+        budgets = (config.experts_per_layer, config.expert_memory, config.memory)
+        if all(budget is None for budget in budgets):
+            return replace(config, expert_memory=DEFAULT_EXPERT_MEMORY)
+        return config
+
+
+@dataclass(frozen=True, slots=True)
+class BenchFlags:
+    """What is asked, and how often."""
+
+    prompts: Annotated[
+        Path | None,
+        flag(
+            "--prompts",
+            metavar="PATH",
+            help="Text: one prompt a line. .jsonl: objects with prompt or prompt_ids. "
+            "Default: the bundled questions for demo, else a small built-in set.",
+        ),
+    ] = None
+    num_prompts: Annotated[
+        int | None,
+        flag("--num-prompts", help=f"Measured per repetition; default: {DEFAULT_NUM_PROMPTS}."),
+    ] = None
+    warmup: Annotated[
+        int | None,
+        flag("--warmup", help=f"Uncounted requests first; default: {DEFAULT_NUM_WARMUP}."),
+    ] = None
+    repetitions: Annotated[
+        int | None,
+        flag(
+            "--repetitions", help=f"Of every policy, interleaved; default: {DEFAULT_REPETITIONS}."
+        ),
+    ] = None
+    capacity: Annotated[
+        list[float] | None,
+        flag("--capacity", help="Experts per layer; repeat it to compare several cache sizes."),
+    ] = None
+    is_quick: Annotated[
+        bool,
+        flag(
+            "--quick",
+            help=f"{QUICK_REPETITIONS} repetitions unless told otherwise; marks the report.",
+        ),
+    ] = False
+    is_raw: Annotated[
+        bool, flag("--raw", help="Take prompts as they are, without the chat template.")
+    ] = False
+    out: Annotated[
+        Path | None, flag("--out", metavar="PATH", help="Write an HTML page with plots.")
+    ] = None
+    save: Annotated[
+        Path | None,
+        flag("--save", metavar="PATH", help="Append a JSON row for each repetition and policy."),
+    ] = None
+
+
+_ENGINE, _BENCH = BenchEngineFlags(), BenchFlags()
+
+
+@takes_flags
+def bench(
+    model: Model,
+    bench: BenchFlags = _BENCH,
+    as_json: Json = False,
+    engine: BenchEngineFlags = _ENGINE,
+    sampling: SamplingFlags = SamplingFlags(),
+    log: LogFlags = LogFlags(),
+) -> int:
+    """Run policies side by side on the live engine and say how they compare.
+
+    Each repetition runs every policy before the next begins. The exit code is 1 where policies
+    give different tokens that must be the same, or a request fails.
+    """
+    use_log_flags(log)
+    config, params = engine.config(), sampling.params()
+    _check_budgets(bench, engine)
+    for path in (bench.out, bench.save):
+        _check_writable(path)
+    check_int("num-prompts", _or(bench.num_prompts, DEFAULT_NUM_PROMPTS), minimum=1)
+    check_int("warmup", _or(bench.warmup, DEFAULT_NUM_WARMUP), minimum=0)
+    chosen = _choose_prompts(model, bench)
+    with status_line() as say:
+        say("loading torch")
+        from oled_moe.bench import run_bench
+        from oled_moe.chat import chat_request, with_face_defaults
+        from oled_moe.engine import Engine
+
+        report = run_bench(
+            model,
+            engine.policies(),
+            config,
+            params,
+            chosen.prompts,
+            warmup=chosen.warmup,
+            repetitions=_or(
+                bench.repetitions, QUICK_REPETITIONS if bench.is_quick else DEFAULT_REPETITIONS
+            ),
+            capacities=bench.capacity or None,
+            seed=params.seed or 0,
+            is_quick=bench.is_quick,
+            prepare=lambda opened, text, given: (
+                (text, with_face_defaults(opened, given))
+                if bench.is_raw
+                else chat_request(opened, text, with_face_defaults(opened, given))
+            ),
+            open_engine=lambda wanted: Engine(model, wanted, hub_cache=hub_cache()),
+            progress=say,
+        )
+    values = {**report.to_dict(), "prompts": chosen.words}
+    _write_files(report, values, bench)
+    if as_json:
+        print_json(values)
+    else:
+        _print_report(values)
+    return 1 if report.is_failed else 0
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _check_budgets(bench: BenchFlags, engine: BenchEngineFlags) -> None:
+    budgets = ("experts_per_layer", "expert_memory", "memory")
+    given = [name for name in budgets if getattr(engine, name) is not None]
+    if bench.capacity and given:
+        raise ConfigError(f"capacity and {given[0]} are both given; give one of them")
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before the long part, not after it. Raises: InputError."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory; name a file")
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); name another") from None
+
+
+# Prompts
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Prompts to measure and to warm up with, and where they come from."""
+
+    prompts: "Sequence[Prompt]"
+    warmup: "Sequence[Prompt]"
+    words: str
+
+
+def _choose_prompts(model: str, bench: BenchFlags) -> _Chosen:
+    """Measured prompts first; warm-up takes others where there are any."""
+    num_prompts = _or(bench.num_prompts, DEFAULT_NUM_PROMPTS)
+    num_warmup = _or(bench.warmup, DEFAULT_NUM_WARMUP)
+    pool: Sequence[Prompt]
+    if bench.prompts is not None:
+        pool, words = read_prompts(bench.prompts), str(bench.prompts)
+    elif model == "demo":
+        pool, words = _demo_questions(), "bundled questions, not seen in training"
+    else:
+        pool, words = BUILT_IN_PROMPTS, "built-in set"
+    if num_prompts > len(pool):
+        if bench.num_prompts is not None:
+            raise ConfigError(
+                f"num-prompts is {num_prompts}; allowed: 1 to {len(pool)}, the prompts in {words}"
+            )
+        num_prompts = len(pool)
+    others = pool[num_prompts:] or pool
+    warmup = [others[i % len(others)] for i in range(num_warmup)]
+    return _Chosen(pool[:num_prompts], warmup, f"{count(num_prompts, 'prompt')}, {words}")
+
+
+def _demo_questions() -> list[str]:
+    """All bundled questions, the families taking turns."""
+    from oled_moe.demo_screen import load_questions
+    from oled_moe.engine import find_model
+
+    families: dict[str, list[str]] = {}
+    for question in load_questions(find_model("demo")):
+        families.setdefault(question.family, []).append(question.text)
+    rounds = range(max(map(len, families.values()), default=0))
+    return [texts[i] for i in rounds for texts in families.values() if i < len(texts)]
+
+
+def read_prompts(path: Path) -> "list[Prompt]":
+    """Prompts of a file: text or token ids.
+
+    Raises: InputError naming the line that is no prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); name a text file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not UTF-8 text ({error}); convert it first") from None
+    is_json = path.suffix == ".jsonl"
+    prompts = [
+        _json_prompt(f"{path}, line {number}", line) if is_json else line
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise InputError(f"{path}: holds no prompt; write one a line")
+    return prompts
+
+
+def _json_prompt(where: str, line: str) -> "Prompt":
+    allowed = 'write {"prompt": "text"} or {"prompt_ids": [1, 2]}'
+    try:
+        value = json.loads(line)
+    except ValueError:
+        raise InputError(f"{where}: is not JSON; {allowed}") from None
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, dict):
+        text, ids = value.get("prompt", value.get("question")), value.get("prompt_ids")
+        if isinstance(text, str) and text and ids is None:
+            return text
+        if isinstance(ids, list) and ids and text is None and all(type(i) is int for i in ids):
+            return tuple(ids)
+    raise InputError(f"{where}: is no prompt; {allowed}")
+
+
+# Output
+
+
+def _write_files(report: "BenchReport", values: Mapping[str, Any], bench: BenchFlags) -> None:
+    if bench.out is not None:
+        from oled_moe.report import render_report
+
+        bench.out.write_text(render_report(values), encoding="utf-8")
+        print(f"page written to {bench.out}", file=sys.stderr)
+    if bench.save is not None:
+        with bench.save.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, default=str) + "\n" for row in report.rows())
+        print(f"rows appended to {bench.save}", file=sys.stderr)
+
+
+_TIME_HEADER = ("policy", "TTFT", "TPOT", "TPOT ratio", "end to end", "output tok/s")
+_EXPERT_HEADER = (
+    "policy", "hit rate", "utilisation", "used", "loads", "loaded", "on CPU", "deciding",
+)  # fmt: skip
+
+
+def _print_report(values: Mapping[str, Any]) -> None:
+    cases = values["cases"]
+    print_rows(_setup_rows(values))
+    print()
+    print_table(_TIME_HEADER, [_time_row(case) for case in cases])
+    print()
+    print_table(_EXPERT_HEADER, [_expert_row(case) for case in cases])
+    print()
+    print(wrapped(_reading(values)))
+    print(wrapped(_token_words(values["tokens"])))
+    for remark in values["notes"]:
+        print(wrapped(f"Note: {remark}"))
+
+
+def _setup_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    hardware = values["hardware"]
+    plans = dict.fromkeys(
+        f"{case['num_slots']} slots and {case['num_staging']} staging" for case in values["cases"]
+    )
+    busy, average = values["other_busy_cores"], values["load_average_before"][0]
+    return [
+        ("model", f"{values['model']}, {values['dtype']}"),
+        ("device", device_name(values["device"])),
+        ("experts", f"{'; '.join(plans)} for {values['plan']['num_experts']} experts, each policy"),
+        ("CPU experts", "on" if values["has_cpu_experts"] else "off"),
+        ("hardware", f"{hardware['name']} ({hardware['source']})"),
+        ("prompts", values["prompts"]),
+        ("warm-up", values["warmup"]["words"]),
+        ("repetitions", f"{values['repetitions']}, interleaved, order seed {values['seed']}"),
+        ("engines", values["engines"]),
+        ("machine", f"others kept {busy:.2f} cores busy; load average {average:.2f} before"),
+    ]
+
+
+def _time_row(case: Mapping[str, Any]) -> tuple[str, ...]:
+    medians, ratio = case["medians"], case["ratios"]["tpot_s"]
+    is_baseline = case["label"] == case["baseline"]
+    return (
+        case["label"],
+        _time(medians["ttft_s"]),
+        _time(medians["tpot_s"]),
+        "baseline" if is_baseline else _number(ratio, 3),
+        _time(medians["e2el_s"]),
+        _number(medians["output_throughput"], 1),
+    )
+
+
+def _expert_row(case: Mapping[str, Any]) -> tuple[str, ...]:
+    medians = case["medians"]
+    shares = ("hit_rate", "expert_cache_utilization", "effective_transfer_ratio")
+    say = {
+        **dict.fromkeys(shares, percent),
+        "expert_loads": lambda value: f"{value:.0f}",
+        "bytes_loaded": format_size,
+        "cpu_expert_runs": lambda value: f"{value:.0f}",
+        "policy_overhead": percent,
+    }
+    return (
+        case["label"],
+        *(words(medians[name]["median"]) if medians[name] else "-" for name, words in say.items()),
+    )
+
+
+def _time(median: Mapping[str, float] | None) -> str:
+    """`16.9 ms [13.2, 39.7]`: the interval in the unit of the median."""
+    if not median:
+        return "-"
+    scale, unit = (1.0, "s") if median["median"] >= 1 else (1e3, "ms")
+    values = (scale * median[name] for name in ("low", "median", "high"))
+    low, middle, high = (f"{v:.0f}" if v >= 1000 else f"{v:.3g}" for v in values)
+    return f"{middle} {unit}" + (f" [{low}, {high}]" if low != high else "")
+
+
+def _number(median: Mapping[str, float] | None, decimals: int) -> str:
+    if not median:
+        return "-"
+    low, middle, high = (f"{median[n]:.{decimals}f}" for n in ("low", "median", "high"))
+    return middle + (f" [{low}, {high}]" if low != high else "")
+
+
+def _reading(values: Mapping[str, Any]) -> str:
+    first = values["cases"][0]["medians"]["tpot_s"]
+    if first is None:
+        return "No request was answered."
+    words = f"Medians of {values['repetitions']} repetitions"
+    if first["level"]:
+        words += f" in their {100 * first['level']:.4g} % confidence intervals (order statistics)"
+    return (
+        f"{words}; loads and bytes are those of one repetition. TPOT ratio: to the first policy "
+        "at the same capacity, repetition by repetition; an interval that holds 1 shows no difference. used: copied "
+        "experts that the layer's next pass found and wanted."
+    )
+
+
+def _token_words(tokens: Mapping[str, Any]) -> str:
+    if tokens["is_failed"]:
+        return (
+            f"The policies gave different tokens ({tokens['difference']}). That must not be; "
+            "please report it."
+        )
+    if tokens["difference"] is None:
+        return "All policies gave the same tokens."
+    shares = ", ".join(f"{label} {percent(share)}" for label, share in tokens["agreement"].items())
+    return f"Answers equal to those of the first policy: {shares}."

@@ -1,0 +1,171 @@
+"""What the commands share: flags of all, logging, opening an engine, and printing.
+
+Results go to stdout, everything else to stderr. Torch and numpy are imported inside functions.
+"""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+import oled_moe
+from oled_moe.cli_flags import MODEL_HELP, flag
+from oled_moe.config import EngineConfig, check_choice
+
+if TYPE_CHECKING:
+    from oled_moe.engine import Engine
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, envvar="OLED_MOE_MODEL")]
+LogLevel = Annotated[
+    str | None,
+    flag("--log-level", metavar="NAME", help=f"{', '.join(LOG_LEVELS)}; default: warning."),
+]
+LogFormat = Annotated[
+    str | None, flag("--log-format", metavar="NAME", help="text or json; default: text.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LogFlags:
+    """How the program talks on stderr."""
+
+    log_level: LogLevel = None
+    log_format: LogFormat = None
+
+
+def use_log_flags(log: LogFlags) -> None:
+    """Flags behind the command win over those before it."""
+    if log.log_level is not None or log.log_format is not None:
+        current = logging.getLevelName(logging.getLogger().level).lower()
+        is_json = any(isinstance(h.formatter, JsonFormatter) for h in logging.getLogger().handlers)
+        configure_logging(
+            log.log_level or current, log.log_format or ("json" if is_json else "text")
+        )
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def configure_logging(level: str, form: str) -> None:
+    check_choice("log-level", level, LOG_LEVELS)
+    check_choice("log-format", form, LOG_FORMATS)
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(levelname)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+
+
+def hub_cache() -> Path | None:
+    """Where Hugging Face tools keep what they downloaded; None for their default."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache).expanduser()
+    if home := os.environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    return None
+
+
+def open_engine(model: str, config: EngineConfig, *, is_quiet: bool = False) -> "Engine":
+    """Load a model, with progress on stderr where that is a terminal."""
+    with status_line(is_quiet=is_quiet) as say:
+        say("loading torch")
+        from oled_moe.engine import Engine
+
+        say(f"loading {model}")
+
+        def progress(what: str, done: int, total: int) -> None:
+            say(f"{what}: {done} of {total}")
+
+        return Engine(model, config, hub_cache=hub_cache(), progress=progress)
+
+
+@contextmanager
+def status_line(*, is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A line on the terminal that is replaced by the next and gone at the end."""
+    is_shown = sys.stderr.isatty() and not is_quiet
+
+    def say(text: str) -> None:
+        if is_shown:
+            width = shutil.get_terminal_size().columns
+            print(f"\r\x1b[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield say
+    finally:
+        if is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def versions() -> dict[str, str]:
+    from oled_moe.inspection import package_versions
+
+    return {"oled_moe": oled_moe.__version__, **package_versions()}
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+Rows = Sequence[tuple[str, str]]
+
+
+def note(event: str, rows: Rows) -> None:
+    """A block on stderr, in the form of the log."""
+    if any(isinstance(h.formatter, JsonFormatter) for h in logging.getLogger().handlers):
+        print(json.dumps({"event": event, **dict(rows)}, ensure_ascii=False), file=sys.stderr)
+        return
+    print_rows(rows, stream=sys.stderr)
+    if event == "plan":
+        print(file=sys.stderr, flush=True)
+
+
+def print_rows(rows: Rows, *, stream: TextIO | None = None) -> None:
+    """Two columns; on a terminal the second is wrapped within itself."""
+    stream = stream or sys.stdout
+    indent = max(len(label) for label, _ in rows) + 2
+    width = shutil.get_terminal_size().columns if stream.isatty() else 10_000
+    for label, value in rows:
+        lines = textwrap.wrap(value, max(20, width - indent), break_on_hyphens=False) or [""]
+        print(f"{label:<{indent}}{lines[0]}".rstrip(), file=stream)
+        for line in lines[1:]:
+            print(" " * indent + line, file=stream)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns with a heading; all but the first are numbers and end at one edge."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def wrapped(text: str) -> str:
+    if not sys.stdout.isatty():
+        return text
+    return textwrap.fill(text, shutil.get_terminal_size().columns, break_on_hyphens=False)

@@ -1,0 +1,537 @@
+"""Replays against the rules in plain Python, bounds, and clocks against schedules by hand."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from fakes import bounded
+from hypothesis import given
+from hypothesis import strategies as st
+from replays import NaiveReplay, random_trace
+
+from oled_moe.costs import DEFAULT_PROFILE, CostModel
+from oled_moe.errors import ConfigError, TraceError
+from oled_moe.hardware import load_hardware
+from oled_moe.policies import POLICIES, build_policy
+from oled_moe.policies.allocation import UniformAllocationPolicy
+from oled_moe.simulator import (
+    LaneTimes,
+    SimulationReport,
+    VirtualClock,
+    best_tide_interval,
+    simulate,
+    sweep,
+)
+from oled_moe.traces import RoutingTrace
+from oled_moe.types import (
+    CopyPlan,
+    ForwardContext,
+    ForwardRow,
+    IntArray,
+    LayerDemand,
+    LayerPlan,
+    MoeShape,
+    Phase,
+)
+
+HARDWARE = replace(DEFAULT_PROFILE, name="a fake machine", copy_latency_s=0.0, copy_bytes_per_s=1e6)
+COSTS = CostModel.from_profile(HARDWARE, 1000)
+RULED = ("naive-lru", "lfu", "priority", "belady", "oracle")
+ALL = tuple(POLICIES)
+
+
+def run(trace: RoutingTrace, policy: str, capacity: float, **options: object) -> SimulationReport:
+    options = {"hardware": HARDWARE, "has_cpu_experts": False, **options}
+    return simulate(trace, policy, experts_per_layer=capacity, **options)  # type: ignore[arg-type]
+
+
+# Rules
+
+
+@pytest.mark.parametrize("policy", RULED)
+@given(seed=st.integers(0, 2**32), data=st.data())
+@bounded(60)
+def test_replay_is_the_rules(policy: str, seed: int, data: st.DataObject) -> None:
+    num_experts = data.draw(st.integers(3, 8), label="experts")
+    top_k = data.draw(st.integers(1, 3), label="top k")
+    trace = random_trace(
+        seed,
+        num_layers=data.draw(st.integers(1, 3), label="layers"),
+        num_experts=num_experts,
+        top_k=top_k,
+        num_forwards=data.draw(st.integers(1, 14), label="forwards"),
+        num_requests=data.draw(st.integers(1, 3), label="requests"),
+        max_batch=data.draw(st.integers(1, 3), label="batch"),
+    )
+    for capacity in {0, 1, top_k - 1, top_k, num_experts - 1, num_experts}:
+        report = run(trace, policy, capacity)
+        naive = NaiveReplay(trace, policy, capacity)
+        assert report.expert_cache_utilization == pytest.approx(naive.ratio("slots"), abs=1e-9)
+        assert report.hit_rate == pytest.approx(naive.ratio("demands"), abs=1e-9)
+        assert report.pooled_utilization == pytest.approx(naive.pooled("slots"), abs=1e-9)
+        assert report.pooled_hit_rate == pytest.approx(naive.pooled("demands"), abs=1e-9)
+        assert report.num_forwards == len(set(trace.row_forward.tolist()))
+        # Every miss is loaded, in every phase.
+        misses = sum(naive.demands.values()) - sum(naive.hits.values())
+        assert report.expert_loads == misses and report.cpu_expert_runs == 0
+
+
+def most_hits(demands: Sequence[frozenset[int]], capacity: int) -> int:
+    """The best that any choice of what to keep can do; keeping nothing new is allowed too."""
+    best = {frozenset[int](): 0}
+    for demand in demands:
+        after: dict[frozenset[int], int] = {}
+        for resident, hits in best.items():
+            hits += len(resident & demand)
+            candidates = sorted(resident | demand)
+            for size in range(min(capacity, len(candidates)) + 1):
+                for kept in combinations(candidates, size):
+                    key = frozenset(kept)
+                    after[key] = max(after.get(key, -1), hits)
+        best = after
+    return max(best.values())
+
+
+def test_belady_is_optimal() -> None:
+    random = np.random.default_rng(0)
+    for seed in range(500):
+        num_experts = int(random.integers(2, 6))
+        top_k = int(random.integers(1, min(3, num_experts) + 1))
+        capacity = int(random.integers(1, num_experts))
+        trace = random_trace(
+            seed,
+            num_layers=1,
+            num_experts=num_experts,
+            top_k=top_k,
+            num_forwards=int(random.integers(2, 7)),
+            num_requests=1,
+            block_length=int(random.integers(1, 3)),
+            max_batch=1,
+            only_denoise=True,
+        )
+        demands = [
+            frozenset(layers[0].tolist())
+            for layers in trace.future().active
+            if layers[0] is not None
+        ]
+        num_hits = most_hits(demands, capacity)
+        report = run(trace, "belady", capacity)
+        total = sum(map(len, demands))
+        assert report.pooled_hit_rate == pytest.approx(num_hits / total, abs=1e-12), seed
+
+
+@given(seed=st.integers(0, 2**32), capacity=st.integers(0, 6))
+@bounded(25)
+def test_nobody_beats_the_bounds(seed: int, capacity: int) -> None:
+    trace = random_trace(seed, num_forwards=12, num_requests=2)
+    total = sum(len(ids) for layers in trace.future().active for ids in layers if ids is not None)
+    hits = {}
+    for name in ALL:
+        counted = _total_hits(trace, name, capacity)
+        hits[name] = counted
+        assert 0 <= counted <= total
+    shape = trace.shape
+    for name, entry in POLICIES.items():
+        assert hits[name] <= hits["oracle-total"], name
+        if entry.is_clairvoyant:
+            continue
+        policy = build_policy(name, shape, COSTS)
+        is_plain = (
+            isinstance(policy.allocation, UniformAllocationPolicy)
+            and policy.placement is None
+            and not policy.is_global
+        )
+        if is_plain:
+            assert hits[name] <= hits["oracle"], name
+        if is_plain and policy.prefetch is None and policy.retention.is_stack:
+            assert hits[name] <= hits["belady"], name
+    assert hits["belady"] <= hits["oracle"] <= hits["oracle-total"]
+
+
+def _total_hits(trace: RoutingTrace, policy: str, capacity: int) -> int:
+    """Hits of all phases: every demanded expert that was neither copied nor run elsewhere."""
+    report = run(trace, policy, capacity)
+    demanded = sum(
+        len(ids) for layers in trace.future().active for ids in layers if ids is not None
+    )
+    staged_bytes = report.useful_prefetched_bytes + report.late_prefetched_bytes
+    return (
+        demanded - report.expert_loads - report.cpu_expert_runs - staged_bytes // trace.expert_bytes
+    )
+
+
+@pytest.mark.parametrize("policy", ALL)
+@pytest.mark.parametrize("has_cpu_experts", [False, True])
+def test_numbers_of_any_policy_make_sense(policy: str, has_cpu_experts: bool) -> None:
+    trace = random_trace(3, num_forwards=30, num_requests=3, num_experts=8, num_layers=3)
+    hardware = replace(HARDWARE, activation_round_trip_s=1e-4)
+    for capacity in (0.5, 2, 4.34, 8):
+        report = run(trace, policy, capacity, has_cpu_experts=has_cpu_experts, hardware=hardware)
+        values = report.to_dict()
+        assert all(
+            math.isfinite(v) and v >= 0 for v in values.values() if isinstance(v, int | float)
+        )
+        assert json.loads(json.dumps(values)) == values
+        assert report.num_slots == round(capacity * 3)
+        assert report.ready_rate >= report.hit_rate
+        # Waiting, working and nothing else: the busiest lane cannot take longer than the forward.
+        assert (
+            report.busiest_lane_s <= report.forward_s * (1 + 1e-9) or report.late_prefetched_bytes
+        )
+        assert report.tpot_s > 0 and report.ttft_s > 0
+        for lane in ("device", "copy", "cpu"):
+            assert 0 <= values[f"{lane}_occupancy"] <= 1.5
+        if capacity == 8 and policy not in ("n-cpu-moe",):
+            again = run(trace, policy, capacity, has_cpu_experts=has_cpu_experts)
+            assert again.expert_loads == report.expert_loads
+
+
+@pytest.mark.parametrize("policy", ["naive-lru", "oled", "belady", "oracle", "oracle-total"])
+def test_replays_repeat(policy: str) -> None:
+    trace = random_trace(5, num_forwards=20)
+    first, second = (run(trace, policy, 3, has_cpu_experts=True) for _ in range(2))
+    assert first == second
+
+
+def test_oracle_finds_what_fits() -> None:
+    trace = random_trace(7, num_forwards=20, only_denoise=True)
+    for capacity in (0, 1, 3, 6):
+        sizes = [len(ids) for layers in trace.future().active for ids in layers if ids is not None]
+        report = run(trace, "oracle", capacity)
+        expected = sum(min(size, capacity) for size in sizes) / sum(sizes)
+        assert report.pooled_hit_rate == pytest.approx(expected)
+
+
+def test_warm_up_is_replayed_and_not_measured() -> None:
+    trace = random_trace(11, num_forwards=40, num_requests=3, max_batch=1)
+    whole, part = run(trace, "naive-lru", 6), run(trace, "naive-lru", 6, warmup_requests=1)
+    of_request = trace.row_request[trace.forward_row_offset[:-1]]
+    assert part.num_forwards == int((of_request >= 1).sum()) < whole.num_forwards
+    assert part.num_requests == 2 and whole.num_requests == 3
+    assert part.num_tokens < whole.num_tokens
+    # With all slots, what the warm-up loaded is not loaded again.
+    assert part.expert_loads <= whole.expert_loads
+
+
+def test_refusals() -> None:
+    trace = random_trace(1)
+    with pytest.raises(ConfigError, match="0 to 6"):
+        run(trace, "naive-lru", 6.5)
+    with pytest.raises(ConfigError, match="known: "):
+        run(trace, "no-such", 2)
+    with pytest.raises(ConfigError, match="one of experts_per_layer and num_slots"):
+        simulate(trace, "lfu", hardware=HARDWARE)
+    with pytest.raises(ConfigError, match="num_slots.*0 to 12"):
+        simulate(trace, "lfu", hardware=HARDWARE, num_slots=13)
+    with pytest.raises(ConfigError, match="warmup_requests"):
+        run(trace, "lfu", 2, warmup_requests=2)
+    with pytest.raises(ConfigError, match="forward"):
+        run(trace, "lfu", 2, record_forward=10)
+    with pytest.raises(ConfigError, match="head_bytes"):
+        run(random_trace(1, head_bytes="many"), "lfu", 2)
+
+
+def test_a_policy_refuses_a_trace_without_what_it_needs() -> None:
+    needy = [n for n in ALL if not POLICIES[n].is_clairvoyant and _needs(n)]
+    trace = replace(random_trace(1), gate_scores=None, input_embedding=None, token_ids=None)
+    for name in needy:
+        with pytest.raises(TraceError, match="needs"):
+            run(trace, name, 2)
+
+
+def _needs(name: str) -> frozenset[str]:
+    return build_policy(name, MoeShape(2, 6, 2, 1000), COSTS).needs & {
+        "gate_scores",
+        "input_embedding",
+        "token_ids",
+    }
+
+
+def test_sweep_is_policies_by_capacities() -> None:
+    trace = random_trace(2)
+    reports = list(sweep(trace, ["lfu", "belady"], [1, 2], hardware=HARDWARE))
+    pairs = [(report.policy, report.experts_per_layer) for report in reports]
+    assert pairs == [("lfu", 1), ("lfu", 2), ("belady", 1), ("belady", 2)]
+
+
+def test_best_tide_interval_is_the_fastest() -> None:
+    trace = random_trace(13, num_forwards=40, num_requests=1, only_denoise=True, num_experts=8)
+    found = best_tide_interval(
+        trace,
+        hardware=HARDWARE,
+        intervals=(1, 2, 3, 5),
+        experts_per_layer=3,
+        has_cpu_experts=True,
+    )
+    assert set(found.reports) == {1, 2, 3, 5}
+    times = {interval: report.tpot_s for interval, report in found.reports.items()}
+    assert times[found.best] == min(times.values())
+    assert found.reports[3].policy == "tide:interval=3"
+
+
+def test_times_scale_with_the_model() -> None:
+    hardware = load_hardware("testbed-a")
+    small, large = LaneTimes.of(hardware, 1000), LaneTimes.of(hardware, 4000)
+    assert large.device_base_s == pytest.approx(4 * small.device_base_s)
+    assert large.transfer_s - small.transfer_s == pytest.approx(3000 / hardware.copy_bytes_per_s)
+    sized = LaneTimes.of(hardware, 1000, {"dense_bytes_per_layer": 8000, "head_bytes": 0})
+    assert sized.head_base_s == 0
+    assert sized.shared_base_s == pytest.approx(1000 / hardware.device_weight_bytes_per_s)  # type: ignore[operator]
+    assert sized.layer_base_s == pytest.approx(
+        hardware.layer_overhead_s + 7000 / hardware.device_weight_bytes_per_s  # type: ignore[operator]
+    )
+
+
+def test_tokens_and_first_tokens_by_hand() -> None:
+    """One layer whose experts never move, one second a forward and more for what is loaded."""
+    trace = random_trace(
+        21, num_layers=1, num_forwards=6, num_requests=1, max_batch=1, only_denoise=True
+    )
+    hardware = replace(
+        HARDWARE,
+        forward_overhead_s=1.0,
+        copy_bytes_per_s=1e30,
+        device_weight_bytes_per_s=1e30,
+        device_token_weight_bytes_per_s=1e30,
+    )
+    report = run(trace, "naive-lru", 6, hardware=hardware)
+    # 6 forwards of one second, 3 tokens; the prefill has no forward of its own.
+    assert report.tpot_s == pytest.approx(6 / 3)
+    assert report.ttft_s == pytest.approx(1.0)
+    assert report.forward_s == pytest.approx(1.0)
+
+
+# Clocks
+
+
+TIMES = LaneTimes(
+    transfer_s=10.0,
+    cpu_base_s=3.0,
+    cpu_token_s=1.0,
+    device_base_s=1.0,
+    device_token_s=0.5,
+    activation_round_trip_s=2.0,
+)
+SHAPE = MoeShape(4, 16, 1, 1)
+
+
+def demand(layer: int, tokens: dict[int, int]) -> LayerDemand:
+    """Experts with their token counts, one expert a token."""
+    topk_ids = np.array([[e] for e, n in sorted(tokens.items()) for _ in range(n)], dtype=np.int64)
+    size = len(topk_ids)
+    context = ForwardContext(
+        0,
+        size,
+        (ForwardRow(0, 0, 0, Phase.DENOISE, size),),
+        np.ones(size, dtype=np.float32),
+        np.zeros(size, dtype=np.uint8),
+    )
+    weights = np.ones((size, 1), dtype=np.float32)
+    return LayerDemand.from_routing(layer, context, topk_ids, weights, num_experts=16)
+
+
+def ids(values: Sequence[int]) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def plan(
+    *,
+    hits: dict[int, int] | None = None,
+    staged: dict[int, int] | None = None,
+    loads: Sequence[tuple[int, int]] = (),
+    cpu: Sequence[int] = (),
+    freed: Sequence[int] = (),
+    prefetch: Sequence[tuple[int, int]] = (),
+    waves: tuple[int, ...] = (),
+) -> LayerPlan:
+    """Experts with their slots; prefetches are (layer · 16 + expert, slot)."""
+    hits, staged = hits or {}, staged or {}
+    return LayerPlan(
+        ids(list(hits)),
+        ids(list(hits.values())),
+        ids([expert for expert, _ in loads]),
+        ids([slot for _, slot in loads]),
+        ids(cpu),
+        ids(freed),
+        4,
+        ids(list(staged)),
+        ids(list(staged.values())),
+        copies(prefetch),
+        waves,
+    )
+
+
+def copies(pairs: Sequence[tuple[int, int]]) -> CopyPlan:
+    return CopyPlan(ids([number for number, _ in pairs]), ids([slot for _, slot in pairs]))
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "recorded"])
+def clock(request: pytest.FixtureRequest) -> VirtualClock:
+    """Recording spans must not change a time."""
+    clock = VirtualClock(TIMES, SHAPE)
+    clock.spans = [] if request.param else None
+    return clock
+
+
+def test_hits_alone(clock: VirtualClock) -> None:
+    clock.apply(demand(0, {1: 1, 2: 3}), plan(hits={1: 0, 2: 1}))
+    assert clock.now_s == (1 + 0.5) + (1 + 1.5)
+    assert clock.work.device_s == clock.now_s and clock.work.copy_stall_s == 0
+
+
+def test_one_load_hides_behind_hits(clock: VirtualClock) -> None:
+    clock.apply(demand(0, {1: 1, 2: 1, 3: 2}), plan(hits={1: 0, 2: 1}, loads=[(3, 2)]))
+    # Copy 0..10, hits 0..3, wait 3..10, kernel 10..12.
+    assert clock.now_s == 12
+    assert clock.work.copy_stall_s == 7 and clock.work.copy_s == 10
+
+
+def test_copies_are_one_after_another(clock: VirtualClock) -> None:
+    clock.apply(demand(0, {1: 1, 2: 1, 3: 1}), plan(loads=[(1, 0), (2, 1), (3, 2)]))
+    assert clock.now_s == 30 + 1.5
+    assert clock.work.demanded_copy_s == 30
+
+
+def test_an_evicted_hit_is_read_before_its_slot_is_refilled(clock: VirtualClock) -> None:
+    clock.apply(demand(0, {1: 1, 2: 1, 3: 1}), plan(hits={1: 0, 2: 5}, loads=[(3, 5)]))
+    # Hits end at 1.5 and 3; the copy into slot 5 starts at 3.
+    assert clock.now_s == 3 + 10 + 1.5
+
+
+def test_staging_comes_round_behind_its_reader() -> None:
+    times = replace(TIMES, device_base_s=20.0)
+    clock = VirtualClock(times, SHAPE)
+    clock.apply(demand(0, {1: 2, 2: 2}), plan(loads=[(1, 0), (2, 0)], freed=[0]))
+    # Copy 0..10, kernel 10..31, copy 31..41, kernel 41..62.
+    assert clock.now_s == 62
+    clock = VirtualClock(times, SHAPE)
+    clock.apply(demand(0, {1: 2, 2: 2}), plan(loads=[(1, 0), (2, 1)], freed=[0, 1]))
+    # Two slots: copies 0..10..20, kernels 10..31..52.
+    assert clock.now_s == 52
+
+
+def test_the_cpu_ends_the_layer(clock: VirtualClock) -> None:
+    clock.apply(demand(0, {1: 1, 2: 2, 3: 4}), plan(hits={1: 0}, cpu=[2, 3]))
+    # Round trip 2, experts 3 + 2 and 3 + 4.
+    assert clock.now_s == 2 + 5 + 7
+    assert clock.work.cpu_s == 12 and clock.work.cpu_stall_s == 14 - 1.5
+
+
+def test_copies_and_cpu_overlap(clock: VirtualClock) -> None:
+    clock.apply(demand(0, {1: 1, 2: 1, 3: 1}), plan(loads=[(1, 0), (2, 1)], cpu=[3]))
+    assert clock.now_s == 21.5 and clock.work.cpu_stall_s == 0
+
+
+def test_the_shared_expert_runs_behind_the_demand() -> None:
+    clock = VirtualClock(replace(TIMES, layer_base_s=4.0, shared_base_s=6.0), SHAPE)
+    clock.run_dense(0, 2)
+    clock.apply(demand(0, {1: 2}), plan(loads=[(1, 0)]))
+    # Attention 0..4; copy 4..14; shared expert 4..10; kernel 14..16.
+    assert clock.now_s == 16
+
+
+def test_waves_block(clock: VirtualClock) -> None:
+    asked = demand(0, {1: 1, 2: 1, 3: 1, 4: 1})
+    clock.apply(asked, plan(hits={1: 0}, loads=[(2, 1), (3, 2), (4, 1)], waves=(2, 1)))
+    # Two copies 0..20, three kernels to 24.5, one copy to 34.5, one kernel.
+    assert clock.now_s == 36
+    assert clock.work.copy_stall_s == 20 + 10
+
+
+def test_the_cpu_waits_for_copies_that_block(clock: VirtualClock) -> None:
+    clock.apply(demand(0, {1: 1, 2: 1}), plan(loads=[(1, 0)], cpu=[2], waves=(1,)))
+    assert clock.now_s == 10 + 2 + 4
+
+
+def test_a_copy_ahead_in_time_costs_nothing(clock: VirtualClock) -> None:
+    clock.copy_ahead(copies([(16 + 3, 7)]))
+    clock.apply(demand(0, {1: 1, 2: 18}), plan(hits={1: 0, 2: 1}))
+    assert clock.now_s == 1.5 + 10
+    start_s = clock.now_s
+    clock.apply(demand(1, {3: 1, 4: 1}), plan(staged={3: 7}, hits={4: 2}))
+    assert clock.num_ready == 1
+    assert clock.now_s == start_s + 3 and clock.work.copy_stall_s == 0
+
+
+def test_a_copy_ahead_under_way_is_waited_for(clock: VirtualClock) -> None:
+    clock.copy_ahead(copies([(16 + 3, 7)]))
+    clock.apply(demand(0, {1: 1}), plan(hits={1: 0}))
+    clock.apply(demand(1, {3: 1, 4: 1}), plan(staged={3: 7}, loads=[(4, 2)]))
+    # Copy ahead 0..10, demand known at 1.5, kernel 10..11.5; load 10..20, kernel 20..21.5.
+    assert clock.num_ready == 0
+    assert clock.now_s == 21.5
+
+
+def test_a_copy_ahead_that_has_not_begun_becomes_urgent(clock: VirtualClock) -> None:
+    clock.copy_ahead(copies([(16 + 3, 7), (32 + 5, 8), (16 + 4, 9)]))
+    clock.apply(demand(0, {1: 1}), plan(hits={1: 0}))
+    clock.apply(demand(1, {3: 1, 4: 1}), plan(staged={3: 7, 4: 9}))
+    # 3 is under way to 10; 4 overtakes the copy for layer 2 and is there at 20.
+    assert clock.num_ready == 0 and clock.now_s == 21.5
+    assert clock.num_waiting == 1
+    clock.apply(demand(2, {5: 1}), plan(staged={5: 8}))
+    # Demanded at 21.5, and the copy lane was free from 20 on.
+    assert clock.now_s == 30 + 1.5 and clock.num_ready == 0
+
+
+def test_demand_goes_before_copies_ahead(clock: VirtualClock) -> None:
+    clock.apply(demand(0, {1: 1}), plan(loads=[(1, 0)], prefetch=[(16 + 3, 7)]))
+    # Load 0..10, copy ahead 10..20; kernel to 11.5.
+    assert clock.now_s == 11.5
+    clock.apply(demand(1, {3: 1}), plan(staged={3: 7}))
+    assert clock.now_s == 21.5
+
+
+def test_copies_ahead_into_freed_slots_are_cancelled(clock: VirtualClock) -> None:
+    clock.copy_ahead(copies([(16 + 3, 7), (16 + 4, 8), (16 + 5, 9)]))
+    clock.apply(demand(0, {1: 1}), plan(hits={1: 0}))
+    clock.apply(demand(1, {2: 1, 6: 1}), plan(hits={2: 1}, loads=[(6, 9)], freed=[7, 8]))
+    # The first is under way and completes, the others never begin.
+    assert clock.num_cancelled == 2 and clock.num_waiting == 0
+    assert clock.now_s == 21.5
+    assert clock.work.copy_s == 20 and clock.work.demanded_copy_s == 10
+
+
+def test_a_slot_promised_again_loses_its_waiting_copy(clock: VirtualClock) -> None:
+    clock.copy_ahead(copies([(16 + 3, 7), (16 + 4, 8)]))
+    clock.apply(demand(0, {1: 1}), plan(hits={1: 0}, prefetch=[(32 + 2, 8)]))
+    # The copy for expert 3 and the new one are left.
+    assert clock.num_cancelled == 1 and clock.num_waiting == 2
+
+
+def test_copies_ahead_run_between_forwards(clock: VirtualClock) -> None:
+    times = replace(TIMES, head_base_s=50.0)
+    clock = VirtualClock(times, SHAPE)
+    clock.apply(demand(0, {1: 1}), plan(hits={1: 0}, prefetch=[(16 + 3, 7)]))
+    clock.end_forward(1)
+    clock.apply(demand(1, {3: 1}), plan(staged={3: 7}))
+    assert clock.num_ready == 1 and clock.now_s == 1.5 + 50 + 1.5
+
+
+def test_spans_of_a_lane_do_not_overlap() -> None:
+    trace = random_trace(17, num_forwards=12, num_experts=8, top_k=3)
+    report = simulate(
+        trace,
+        "oled",
+        hardware=replace(HARDWARE, layer_overhead_s=1e-4, forward_overhead_s=1e-4),
+        experts_per_layer=2,
+        has_cpu_experts=True,
+        record_forward=8,
+    )
+    assert report.spans and {span.lane for span in report.spans} <= {"device", "copy", "cpu"}
+    for lane in ("device", "copy", "cpu"):
+        spans = sorted((s for s in report.spans if s.lane == lane), key=lambda s: s.start_s)
+        for before, after in zip(spans, spans[1:], strict=False):
+            assert before.end_s <= after.start_s + 1e-12
+    plain = simulate(
+        trace,
+        "oled",
+        hardware=replace(HARDWARE, layer_overhead_s=1e-4, forward_overhead_s=1e-4),
+        experts_per_layer=2,
+        has_cpu_experts=True,
+    )
+    assert plain.to_dict() == report.to_dict()
