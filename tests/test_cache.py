@@ -103,6 +103,13 @@ class FakeSlots:
         assert len(set(copies.slots.tolist())) == len(copies)
         for number, slot in zip(copies.expert_ids.tolist(), copies.slots.tolist(), strict=True):
             self._content[slot] = divmod(number, self._cache.shape.num_experts)
+        # What a placement or guess put out before it names nobody's slot any more.
+        cache = self._cache
+        self._content = {
+            slot: (layer, expert)
+            for slot, (layer, expert) in self._content.items()
+            if cache.slot_of(layer, expert) == slot or expert in cache.staged_ids(layer)
+        }
 
     def carry_out(self, layer: int, plan: LayerPlan) -> None:
         """Hits and staged are read, loads copied and read in their order, freed slots lost."""

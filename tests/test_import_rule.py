@@ -59,7 +59,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "6": {"0", "5"},
 }
 # What faces may use besides; "" is the package itself, as its users know it.
-BELOW_FACES = {"simulator", ""}
+BELOW_FACES = {
+    "",
+    "hardware",
+    "policies",
+    "simulator",
+    "sizing",
+    "synthesis",
+    "trace_stats",
+    "traces",
+}
 WITHOUT_TORCH = ("0", "1", "2a")
 # Decisions are the same on every run: they look neither at clocks nor at luck.
 NEVER_IN_DECISIONS = {"time", "datetime", "random", "secrets"}

@@ -62,7 +62,10 @@ def test_scores_are_finite_and_repeat(name: str, phase: Phase) -> None:
     [
         ("belady-ish", "naive-lru"),
         ("oled:speed=9", "overlap"),
-        ("naive-lru:prefill=tail", "none"),
+        ("naive-lru:prefill=tail", "prefetch"),
+        ("paged-lru:prefill=tail", "none"),
+        ("naive-lru:depth=2", "prefetch=reuse"),
+        ("oled+:history=maybe", "true, false"),
         ("oled:overlap=1.5", "overlap"),
         ("oled:overlap=nan", "overlap"),
         ("priority:prefill=head", "tail"),

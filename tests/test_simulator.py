@@ -286,23 +286,133 @@ def test_times_scale_with_the_model() -> None:
     )
 
 
-def test_tokens_and_first_tokens_by_hand() -> None:
-    """One layer whose experts never move, one second a forward and more for what is loaded."""
-    trace = random_trace(
-        21, num_layers=1, num_forwards=6, num_requests=1, max_batch=1, only_denoise=True
+# Everything a forward takes is one second of software, and one more where there are logits.
+STEADY = replace(
+    HARDWARE,
+    forward_overhead_s=1.0,
+    copy_bytes_per_s=1e30,
+    device_weight_bytes_per_s=1e30,
+    device_token_weight_bytes_per_s=1e30,
+)
+
+
+def rows(trace: RoutingTrace, *entries: tuple[int, int, int, Phase]) -> RoutingTrace:
+    """The trace with these rows alone: (forward, request, block, phase) for its first rows."""
+    forward, request, block, phase = np.array(entries).T
+    offset = trace.row_token_offset[: len(entries) + 1]
+    kept = {
+        name: array[: offset[-1]]
+        for name, array in trace.tensors().items()
+        if not name.startswith("row_")
+    }
+    position = np.concatenate([block_id * 3 + np.arange(3) for block_id in block])
+    return replace(
+        trace,
+        row_forward=forward.astype(np.int32),
+        row_request=request.astype(np.int32),
+        row_block=block.astype(np.int32),
+        row_step=np.zeros(len(entries), dtype=np.int32),
+        row_phase=phase.astype(np.uint8),
+        row_token_offset=offset,
+        **{**kept, "token_position": position.astype(np.int32)},
     )
-    hardware = replace(
-        HARDWARE,
-        forward_overhead_s=1.0,
-        copy_bytes_per_s=1e30,
-        device_weight_bytes_per_s=1e30,
-        device_token_weight_bytes_per_s=1e30,
+
+
+PREFILL, DENOISE, COMMIT = Phase.PREFILL, Phase.DENOISE, Phase.COMMIT
+
+
+def test_times_per_token_by_hand() -> None:
+    plenty = random_trace(21, num_forwards=20, num_requests=2, only_denoise=True)
+    trace = rows(
+        plenty,
+        (0, 0, 0, PREFILL),
+        (1, 0, 1, DENOISE),
+        (2, 0, 1, DENOISE),
+        (3, 0, 1, COMMIT),
+        (4, 0, 2, DENOISE),
+        (5, 0, 2, COMMIT),
+        (6, 1, 0, DENOISE),
+        (7, 1, 0, DENOISE),
     )
-    report = run(trace, "naive-lru", 6, hardware=hardware)
-    # 6 forwards of one second, 3 tokens; the prefill has no forward of its own.
-    assert report.tpot_s == pytest.approx(6 / 3)
-    assert report.ttft_s == pytest.approx(1.0)
+    report = run(trace, "naive-lru", 6, hardware=STEADY)
+    # Request 0: prefill to 1, first token at 2, last at 5, the last commit is not waited for.
+    # Request 1: from 6 to 8, no prefill. 3 tokens each.
+    assert report.num_tokens == 6
+    assert report.tpot_s == pytest.approx(((5 - 1) + (8 - 6)) / 6)
+    assert report.ttft_s == pytest.approx(((2 - 0) + (7 - 6)) / 2)
     assert report.forward_s == pytest.approx(1.0)
+    assert (report.num_forwards, report.num_denoise_forwards) == (8, 5)
+
+
+def test_requests_of_a_batch_wait_for_the_whole() -> None:
+    plenty = random_trace(22, num_forwards=20, num_requests=2, only_denoise=True)
+    trace = rows(
+        plenty,
+        (0, 0, 0, DENOISE),
+        (1, 0, 0, DENOISE),
+        (1, 1, 0, PREFILL),
+        (2, 0, 0, DENOISE),
+        (2, 1, 1, DENOISE),
+        (3, 1, 1, DENOISE),
+    )
+    report = run(trace, "naive-lru", 6, hardware=STEADY)
+    # Request 0 from 0 to 3; request 1 from the end of its prefill, 2, to 4.
+    assert report.tpot_s == pytest.approx((3 + 2) / 6)
+    assert report.ttft_s == pytest.approx((1 + 2) / 2)
+    part = run(trace, "naive-lru", 6, hardware=STEADY, warmup_requests=1)
+    # Forwards that a request of the warm-up takes part in are not measured; its times are not.
+    assert (part.num_forwards, part.num_denoise_forwards) == (1, 1)
+    assert part.tpot_s == pytest.approx(2 / 3) and part.ttft_s == pytest.approx(2)
+
+
+def test_only_rows_that_denoise_need_the_head() -> None:
+    plenty = random_trace(23, num_forwards=20, num_requests=1, only_denoise=True)
+    trace = rows(
+        plenty,
+        (0, 0, 0, PREFILL),
+        (1, 0, 1, DENOISE),
+        (2, 0, 1, COMMIT),
+        (2, 0, 2, DENOISE),
+        (3, 0, 2, COMMIT),
+    )
+    # A byte of the head takes a second for each token and none besides.
+    hardware = replace(STEADY, device_token_weight_bytes_per_s=1.0)
+    trace = replace(trace, expert_bytes=1, extra={"head_bytes": 1000, "dense_bytes_per_layer": 0})
+    without = replace(trace, extra={"head_bytes": 0, "dense_bytes_per_layer": 0})
+    with_head, bare = (run(each, "lfu", 6, hardware=hardware) for each in (trace, without))
+    # Three tokens in both forwards that denoise, the folded commit's three not among them.
+    assert with_head.forward_s - bare.forward_s == pytest.approx(3000)
+    assert with_head.ttft_s - bare.ttft_s == pytest.approx(3000)
+
+
+def test_the_oracle_holds_what_most_tokens_want() -> None:
+    def see(demand: LayerDemand, plan: LayerPlan) -> None:
+        tokens = dict(zip(demand.expert_ids.tolist(), demand.num_tokens.tolist(), strict=True))
+        hits = plan.hit_ids.tolist()
+        others = set(tokens) - set(hits)
+        assert not others or min(tokens[e] for e in hits) >= max(tokens[e] for e in others)
+
+    run(random_trace(24, num_forwards=20, num_experts=8), "oracle", 2, observers=[see])
+
+
+def test_the_busiest_lane_counts_what_was_demanded() -> None:
+    """With a device that takes next to no time, copies of what was wanted are what there is."""
+    transfers: dict[int, int] = {}
+
+    def see(demand: LayerDemand, plan: LayerPlan) -> None:
+        if demand.context.is_denoise:
+            forward_id = demand.context.forward_id
+            num = len(plan.load_ids) + len(plan.staged_ids)
+            transfers[forward_id] = transfers.get(forward_id, 0) + num
+
+    trace = random_trace(25, num_forwards=60, num_requests=4, num_experts=8, num_layers=4)
+    hardware = replace(STEADY, forward_overhead_s=2.5, copy_bytes_per_s=1000.0)
+    policy = "naive-lru:prefetch=reuse,least=0"
+    report = run(trace, policy, 3, hardware=hardware, observers=[see])
+    assert report.wasted_prefetched_bytes > 0 and report.useful_prefetched_bytes > 0
+    # One expert takes one second; software takes the device 2.5.
+    busiest = [max(2.5, num) for num in transfers.values()]
+    assert report.busiest_lane_s == pytest.approx(np.mean(busiest))
 
 
 # Clocks
@@ -431,7 +541,9 @@ def test_the_shared_expert_runs_behind_the_demand() -> None:
     clock.run_dense(0, 2)
     clock.apply(demand(0, {1: 2}), plan(loads=[(1, 0)]))
     # Attention 0..4; copy 4..14; shared expert 4..10; kernel 14..16.
-    assert clock.now_s == 16
+    assert clock.now_s == 16 and clock.work.device_s == 12 and clock.work.copy_stall_s == 4
+    clock.apply(demand(1, {1: 2}), plan(hits={1: 0}))
+    assert clock.now_s == 16 + 6 + 2
 
 
 def test_waves_block(clock: VirtualClock) -> None:
@@ -494,6 +606,14 @@ def test_copies_ahead_into_freed_slots_are_cancelled(clock: VirtualClock) -> Non
     assert clock.num_cancelled == 2 and clock.num_waiting == 0
     assert clock.now_s == 21.5
     assert clock.work.copy_s == 20 and clock.work.demanded_copy_s == 10
+
+
+def test_a_wanted_copy_into_a_freed_slot_is_made(clock: VirtualClock) -> None:
+    """A staged expert that will not stay frees its slot, but only once it was read."""
+    clock.copy_ahead(copies([(16 + 3, 7)]))
+    clock.apply(demand(1, {3: 1, 4: 1}), plan(staged={3: 7}, loads=[(4, 7)], freed=[7]))
+    # Copied on demand 0..10, read to 11.5; the load into the same slot 11.5..21.5, read to 23.
+    assert clock.num_cancelled == 0 and clock.now_s == 23
 
 
 def test_a_slot_promised_again_loses_its_waiting_copy(clock: VirtualClock) -> None:

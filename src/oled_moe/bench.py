@@ -4,6 +4,8 @@ Repetition r runs every case, one policy at one capacity, before repetition r + 
 drifts on the machine meets all cases alike. Out comes one plain value, ready for JSON.
 """
 
+import hashlib
+import json
 import math
 import os
 import random
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-import oled_moe
+from oled_moe import __version__
 from oled_moe.config import (
     DecodingParams,
     EngineConfig,
@@ -63,6 +65,25 @@ ROUND_METRICS = (
     "bytes_loaded",
     "cpu_expert_runs",
     "policy_overhead",
+)
+# What every row repeats of the conditions it was measured under.
+_ROW_FACTS = (
+    "format_version",
+    "model",
+    "prompts_sha256",
+    "device",
+    "git_revision",
+    "versions",
+    "seed",
+    "warmup",
+    "repetitions",
+    "meets_rule",
+    "config",
+    "decoding",
+    "hardware",
+    "load_average_before",
+    "load_average_after",
+    "is_idle",
 )
 RATIO_METRICS = ("ttft_s", "tpot_s", "e2el_s", "output_throughput", "bytes_loaded")
 
@@ -143,6 +164,7 @@ class BenchRequest:
     """One measured answer; `stats` is None and `error` says why where there is none.
 
     `first_block_s` counts from the call, `num_first_block_tokens` are the answer's tokens by then.
+    `num_canvas_tokens`: positions of all its blocks, whether they became part of the answer or not.
     `block_s` are the times from one finished block to the next, `step_s` those of the steps.
     Units: seconds.
     """
@@ -153,6 +175,7 @@ class BenchRequest:
     e2e_s: float = 0.0
     first_block_s: float = 0.0
     num_first_block_tokens: int = 0
+    num_canvas_tokens: int = 0
     block_s: tuple[float, ...] = ()
     step_s: tuple[float, ...] = ()
     stats: GenerationStats | None = None
@@ -297,11 +320,7 @@ class BenchReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each repetition of each case, with where it comes from."""
-        names = (
-            "format_version model device git_revision versions seed warmup repetitions config "
-            "decoding hardware load_average_before load_average_after is_idle meets_rule"
-        ).split()
-        base = {"benchmark": "bench", **{name: self.setup[name] for name in names}}
+        base = {"benchmark": "bench", **{name: self.setup[name] for name in _ROW_FACTS}}
         return [
             {
                 **base,
@@ -341,9 +360,11 @@ def _case_dict(result: CaseResult, baseline: CaseResult, device: str) -> dict[st
         "request_throughput": _ratio(len(answers), duration_s),
         "output_throughput": _ratio(num_out, duration_s),
         "total_token_throughput": _ratio(num_in + num_out, duration_s),
+        "canvas_throughput": _ratio(sum(a.num_canvas_tokens for a in answers), duration_s),
         **_spread("ttft_ms", [each.ttft_s for each in stats]),
         **_spread("tpot_ms", [each.tpot_s for each in stats]),
         **_spread("e2el_ms", [answer.e2e_s for answer in answers]),
+        **_spread("time_to_first_frame_ms", [answer.step_s[0] for answer in answers]),
         **_spread("time_to_first_block_ms", [answer.first_block_s for answer in answers]),
         **_spread("inter_block_latency_ms", [s for answer in answers for s in answer.block_s]),
         **_spread("tpot_after_first_block_ms", [s for s in after_first if s is not None]),
@@ -468,6 +489,7 @@ def run_bench(
         "seed": seed,
         "capacities": None if capacities is None else list(capacities),
         "num_prompts": len(prompts),
+        "prompts_sha256": hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest(),
         "warmup": _warmup_dict(warmup, prompts, keeps=bench.keeps_engines),
         "repetitions": repetitions,
         "meets_rule": repetitions >= MIN_REPETITIONS,
@@ -476,7 +498,7 @@ def run_bench(
         **load.facts(),
         "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "environment": machine_facts(),
-        "versions": {"oled_moe": oled_moe.__version__, **package_versions()},
+        "versions": {"oled_moe": __version__, **package_versions()},
         "git_revision": git_revision(),
         "request_rate": "one request at a time, the next when the last is answered",
     }
@@ -654,9 +676,11 @@ class _Bench:
             "decoding": _decoding_of(engine, self._params, self._prompts[0], self._prepare),
             "keeps_engines": self.keeps_engines,
             "engines": (
-                f"all {len(self._cases)} kept open side by side: their plans {needs}"
+                f"all {len(self._cases)} kept open side by side, so caches carry over from one "
+                f"repetition to the next: their plans {needs}"
                 if self.keeps_engines
-                else f"opened anew for each repetition of each policy: together they {needs}"
+                else "opened anew, with empty caches, for each repetition of each policy: together "
+                f"they {needs}"
             ),
         }
 
@@ -705,7 +729,7 @@ def _measure(
     """Answer one prompt, watching the clock at every step."""
     step_ends: list[float] = []
     block_ends: list[float] = []
-    num_first = 0
+    num_first = num_canvas = 0
     result = None
     start = time.perf_counter()
     for event in engine.stream(request, params):
@@ -715,6 +739,7 @@ def _measure(
             if not block_ends:
                 num_first = event.block_start + len(event.token_ids) - num_prompt_tokens
             block_ends.append(now)
+            num_canvas += len(event.token_ids)
         result = event.result
     assert result is not None
     return BenchRequest(
@@ -724,6 +749,7 @@ def _measure(
         e2e_s=step_ends[-1],
         first_block_s=block_ends[0],
         num_first_block_tokens=min(num_first, len(result.token_ids)),
+        num_canvas_tokens=num_canvas,
         block_s=tuple(np.diff(block_ends).tolist()),
         step_s=tuple(np.diff([0.0, *step_ends]).tolist()),
         stats=result.stats,

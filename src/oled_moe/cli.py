@@ -49,6 +49,7 @@ from oled_moe.cli_shared import (
     versions,
     wrapped,
 )
+from oled_moe.cli_simulate import simulate
 from oled_moe.cli_text import (
     checkpoint_rows,
     checkup_rows,
@@ -61,6 +62,7 @@ from oled_moe.cli_text import (
     plan_rows,
     stats_rows,
 )
+from oled_moe.cli_trace import summary_of, summary_rows, trace_app
 from oled_moe.config import (
     DEVICES,
     DecodingParams,
@@ -334,17 +336,30 @@ def doctor(
 
 
 app.command(cls=PanelCommand, short_help="Run policies side by side; table, page.")(bench)
+app.command(cls=PanelCommand, short_help="Replay a routing trace under any policy.")(simulate)
 
 
-@app.command(cls=PanelCommand, short_help="Say what a checkpoint holds, without loading it.")
+app.add_typer(trace_app, name="trace")
+
+
+@app.command(cls=PanelCommand, short_help="Say what a checkpoint or a trace holds.")
 @takes_flags
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help=MODEL_HELP, envvar="OLED_MOE_MODEL")],
     as_json: Json = False,
     log: LogFlags = LogFlags(),
 ) -> None:
-    """Say what a checkpoint holds, from its config and headers alone."""
+    """Say what a checkpoint holds, from its config and headers alone, or what a trace holds."""
     use_log_flags(log)
+    from oled_moe.traces import is_trace, load_trace
+
+    if is_trace(path):
+        trace = load_trace(path)
+        if as_json:
+            print_json(summary_of(trace, Path(path)))
+        else:
+            print_rows(summary_rows(trace, Path(path)))
+        return
     from oled_moe.inspection import describe_checkpoint
 
     summary = describe_checkpoint(path, hub_cache=hub_cache())

@@ -4,6 +4,7 @@ Results go to stdout, progress to stderr. Torch and numpy are imported inside fu
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -215,11 +216,9 @@ def _check_writable(path: Path | None) -> None:
         return
     if path.is_dir():
         raise InputError(f"{path}: is a directory; name a file")
-    try:
-        with path.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}); name another") from None
+    place = path if path.exists() else path.parent
+    if not os.access(place, os.W_OK):
+        raise InputError(f"{path}: cannot be written there; name another place")
 
 
 # Prompts
@@ -417,8 +416,8 @@ def _reading(values: Mapping[str, Any]) -> str:
         words += f" in their {100 * first['level']:.4g} % confidence intervals (order statistics)"
     return (
         f"{words}; loads and bytes are those of one repetition. TPOT ratio: to the first policy "
-        "at the same capacity, repetition by repetition; an interval that holds 1 shows no difference. used: copied "
-        "experts that the layer's next pass found and wanted."
+        "at the same capacity, repetition by repetition; an interval that holds 1 shows no "
+        "difference. used: copied experts that the layer's next pass found and wanted."
     )
 
 

@@ -17,7 +17,24 @@ from oled_moe.config import ALGORITHMS, DEVICES, DTYPES, EngineConfig, SamplingP
 from oled_moe.errors import ConfigError
 
 # The registry of policies needs numpy, for which `--help` does not wait; a test compares the two.
-POLICY_NAMES = ("naive-lru", "lfu", "priority", "priority+adapt", "oled-load-aware", "oled")
+POLICY_NAMES = (
+    "naive-lru",
+    "lfu",
+    "priority",
+    "priority+adapt",
+    "oled-load-aware",
+    "oled",
+    "oled+",
+    "oled+global",
+    "oled+prefetch",
+    "moe-infinity",
+    "finemoe",
+    "ktransformers",
+    "fiddler",
+    "tide",
+    "paged-lru",
+    "n-cpu-moe",
+)
 MODEL_HELP = "`demo`, a directory, or a hub id ORG/NAME that is in the local cache."
 # The names that SGLang gives the decoding loops.
 _ALGORITHM_ALIASES = {"LowConfidence": "low_confidence", "JointThreshold": "joint_threshold"}

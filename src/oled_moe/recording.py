@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import oled_moe
+from oled_moe import __version__
 from oled_moe.config import DecodingParams, SamplingParams
 from oled_moe.engine import Engine
 from oled_moe.errors import ConfigError
@@ -79,7 +79,7 @@ def record_trace(
         threshold=decoding.threshold,
         extra={
             "recording": {
-                "oled_moe": oled_moe.__version__,
+                "oled_moe": __version__,
                 "device": engine.config.device,
                 "policy": engine.policy.name,
                 "decoding": asdict(decoding),

@@ -45,6 +45,7 @@ svg text { fill: var(--ink); font-size: 12px; font-family: inherit; }
 svg .soft { fill: var(--soft); font-size: 11px; }
 svg .grid { stroke: var(--line); stroke-width: 1; }
 svg .whisker { stroke: var(--ink); stroke-width: 1.5; fill: none; }
+svg .edge { stroke: var(--panel); stroke-width: 4; fill: none; }
 svg .halo { paint-order: stroke; stroke: var(--panel); stroke-width: 3px; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; width: 100%%; font-size: 0.9rem; }
@@ -187,14 +188,14 @@ def _text(value: object) -> str:
 
 def _device(report: Mapping[str, Any]) -> str:
     if report["is_emulated"]:
-        return "emulated device (simulated on this CPU, its link speed is set)"
-    return f"device {report['device']}"
+        return "emulated (a device simulated on this CPU, its link speed is set)"
+    return str(report["device"])
 
 
 def _summary(report: Mapping[str, Any]) -> str:
     return (
-        f"{_device(report)}; {report['num_prompts']} prompts, {report['repetitions']} interleaved "
-        f"repetitions; warm-up: {report['warmup']['words']}"
+        f"device {_device(report)}; {report['num_prompts']} prompts, {report['repetitions']} "
+        f"interleaved repetitions; warm-up: {report['warmup']['words']}"
     )
 
 
@@ -267,13 +268,16 @@ def _bar_figure(key: str, cases: Sequence[Case]) -> str:
 
 
 def _bar(y: float, scale: float, median: Mapping[str, float], style: int) -> str:
-    x0, middle = _MARGIN, y + 6
-    low, high = (x0 + scale * median[name] for name in ("low", "high"))
+    middle = y + 6
+    low, high = (_MARGIN + scale * median[name] for name in ("low", "high"))
+    lines = (
+        f"M{low:.2f} {middle:.1f}H{high:.2f}M{low:.2f} {middle - 4:.1f}v8"
+        f"M{high:.2f} {middle - 4:.1f}v8"
+    )
     return (
-        f'<rect x="{x0}" y="{y:.1f}" width="{scale * median["median"]:.2f}" height="12" rx="2" '
-        f'fill="{_colour(style)}"/>'
-        f'<path class="whisker" d="M{low:.2f} {middle:.1f}H{high:.2f}'
-        f'M{low:.2f} {middle - 4:.1f}v8M{high:.2f} {middle - 4:.1f}v8"/>'
+        f'<rect x="{_MARGIN}" y="{y:.1f}" width="{scale * median["median"]:.2f}" height="12" '
+        f'rx="2" fill="{_colour(style)}"/>'
+        f'<path class="edge" d="{lines}"/><path class="whisker" d="{lines}"/>'
     )
 
 
@@ -557,7 +561,7 @@ def _facts(report: Mapping[str, Any]) -> str:
         ("hardware profile", f"{hardware['name']} ({hardware['source']})"),
         ("decoding", _pairs(report["decoding"])),
         ("settings", _pairs(report["config"])),
-        ("prompts", f"{report['num_prompts']}; {report['request_rate']}"),
+        ("prompts", f"{report.get('prompts', report['num_prompts'])}; {report['request_rate']}"),
         ("warm-up", report["warmup"]["words"]),
         ("repetitions", f"{report['repetitions']}, order seed {report['seed']}"),
         ("order", " | ".join(", ".join(row) for row in report["order"])),

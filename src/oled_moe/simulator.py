@@ -9,7 +9,7 @@ loads and the CPU computes its experts one after another; the layer ends with th
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -43,6 +43,10 @@ DEFAULT_DENSE_EXPERTS = 4
 DEFAULT_HEAD_EXPERTS = 64
 DEVICE, COPY, CPU = "device", "copy", "cpu"
 LANES = (DEVICE, COPY, CPU)
+# What policies may need and no trace is without.
+_ALWAYS_THERE = frozenset({"token_position"})
+# Sees a demand and what was decided for it, as the engine's observers do.
+Observer = Callable[[LayerDemand, LayerPlan], None]
 _NONE: IntArray = np.empty(0, dtype=np.int64)
 
 
@@ -271,12 +275,13 @@ class VirtualClock:
             return []
         staged = []
         urgent = set()
+        waiting = {copy.slot: copy.number for copy in self._waiting}
         for expert, slot in zip(plan.staged_ids.tolist(), plan.staged_slots.tolist(), strict=True):
-            number = layer * self._num_experts + expert
-            ready_s = self._ready_s.pop(slot, 0.0)
-            if any(copy.number == number and copy.slot == slot for copy in self._waiting):
+            if waiting.get(slot) == layer * self._num_experts + expert:
                 urgent.add(slot)
                 ready_s = float("inf")
+            else:
+                ready_s = self._ready_s.pop(slot)
             self.num_ready += ready_s <= self.now_s
             staged.append((ready_s, expert, slot))
         if urgent:
@@ -286,11 +291,13 @@ class VirtualClock:
 
     def _cancel(self, plan: LayerPlan) -> None:
         """Drop copies ahead whose slot holds nothing wanted any more."""
-        if self._waiting:
+        if self._waiting or self._ready_s:
             self._refill([*plan.freed_slots.tolist(), *plan.load_slots.tolist()])
 
     def _refill(self, slots: list[int]) -> None:
         """`slots` hold something else from now on."""
+        for slot in slots:
+            self._ready_s.pop(slot, None)
         if self._waiting:
             gone = set(slots)
             kept = deque(copy for copy in self._waiting if copy.slot not in gone)
@@ -582,6 +589,7 @@ def simulate(
     has_cpu_experts: bool | None = None,
     warmup_requests: int = 0,
     record_forward: int | None = None,
+    observers: Sequence[Observer] = (),
     trace_name: str = "",
     trace_hash: str = "",
 ) -> SimulationReport:
@@ -590,8 +598,8 @@ def simulate(
     One of `experts_per_layer` (a mean, 0 to all) and `num_slots` (over all layers) is given;
     `num_staging` None is the engine's rule, `has_cpu_experts` None what the profile says. The first
     `warmup_requests` requests of the trace are replayed but not measured, and no forward that holds
-    a row of one. `record_forward`: index of the forward whose `spans` are kept. An OffloadPolicy
-    object serves one replay, for it holds state.
+    a row of one. `record_forward`: index of the forward whose `spans` are kept. `observers` see
+    every demand and its plan. An OffloadPolicy object serves one replay, for it holds state.
     Raises: ConfigError for sizes and names that are not allowed, TraceError where the policy looks
     at what the trace does not hold.
     """
@@ -614,7 +622,7 @@ def simulate(
     )
     times = LaneTimes.of(hardware, shape.expert_bytes, trace.extra)
     run = _Replay(trace, policy, cache, VirtualClock(times, shape), warmup_requests)
-    run.run(record_forward)
+    run.run(record_forward, observers)
     return SimulationReport(
         policy=policy.name,
         hardware=hardware.name,
@@ -675,12 +683,12 @@ class _Replay:
         self._busiest_s: list[float] = []
         self._spans: tuple[Span, ...] = ()
 
-    def run(self, record_forward: int | None) -> None:
+    def run(self, record_forward: int | None, observers: Sequence[Observer]) -> None:
         cache, clock, counters = self._cache, self._clock, self._counters
         num_layers = self._trace.shape.num_layers
         # Copied before time 0: the engine loads these before it takes requests.
         cache.place()
-        for forward in self._trace.forwards(self._policy.needs):
+        for forward in self._trace.forwards(self._policy.needs - _ALWAYS_THERE):
             context = forward.context
             is_measured = all(row.request_id >= self._warmup_requests for row in context.rows)
             is_recorded = context.forward_id == record_forward
@@ -702,6 +710,8 @@ class _Replay:
                     next_layer += 1
                 plan = cache.plan(demand)
                 clock.apply(demand, plan)
+                for observer in observers:
+                    observer(demand, plan)
                 if is_measured:
                     counters(demand, plan, clock.num_ready)
                     if clock.num_cancelled:

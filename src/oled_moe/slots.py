@@ -151,12 +151,13 @@ class SlotPool:
         self._waves = list(plan.wave_sizes)
         self._num_allowed = self._waves.pop(0) if self._waves else len(self._loads)
         self._coming_readers = dict.fromkeys(plan.hit_slots.tolist(), 1)
-        if self._ahead:
-            for slot in plan.freed_slots.tolist():
-                if slot in self._ahead and self._copy_lane.cancel(self._ahead[slot]):
-                    del self._ahead[slot]
+        staged_slots = plan.staged_slots.tolist()
+        # Guesses that the layer did not want.
+        for slot in self._ahead.keys() & (set(plan.freed_slots.tolist()) - set(staged_slots)):
+            if self._copy_lane.cancel(self._ahead[slot]):
+                del self._ahead[slot]
         self.num_staged_ready = 0
-        for slot in plan.staged_slots.tolist():
+        for slot in staged_slots:
             self._coming_readers[slot] = 1
             self._copy_lane.hurry(self._ahead[slot])
             self.num_staged_ready += self._ahead[slot].is_fired

@@ -507,7 +507,11 @@ def save_trace(trace: RoutingTrace, path: str | Path) -> None:
     metadata = {METADATA_KEY: json.dumps(trace.header(), ensure_ascii=False)}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        # Made here first: the library's own files are readable by their owner alone.
+        with open(temporary, "xb") as file:
+            mode = os.fstat(file.fileno()).st_mode
         save_file(trace.tensors(), temporary, metadata)
+        os.chmod(temporary, mode & 0o777)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -4,6 +4,8 @@ The parts of a policy and what each may decide stand in `offload.py`; each other
 the Protocol of one part, or is one published system.
 """
 
+from dataclasses import replace
+
 from oled_moe.costs import CostModel
 from oled_moe.errors import ConfigError
 from oled_moe.policies import (
@@ -16,6 +18,12 @@ from oled_moe.policies import (
     tide,
 )
 from oled_moe.policies.allocation import AdaptiveAllocationPolicy, UniformAllocationPolicy
+from oled_moe.policies.calibrated import (
+    CalibratedRetentionPolicy,
+    GlobalCalibratedRetentionPolicy,
+    Ingredients,
+    ReuseEstimator,
+)
 from oled_moe.policies.clairvoyant import BeladyRetentionPolicy, DemandFuture, OraclePolicy
 from oled_moe.policies.dispatch import LoadAllDispatchPolicy, LoadReuseDispatchPolicy
 from oled_moe.policies.offload import (
@@ -29,6 +37,7 @@ from oled_moe.policies.retention import (
     LruRetentionPolicy,
     PriorityRetentionPolicy,
 )
+from oled_moe.policies.reuse_prefetch import ReusePrefetchPolicy
 from oled_moe.registry import look_up, parse_spec
 from oled_moe.types import MoeShape
 
@@ -36,21 +45,23 @@ __all__ = ["POLICIES", "OffloadPolicy", "PolicyEntry", "build_policy", "is_clair
 
 
 def _naive_lru(inputs: PolicyInputs) -> OffloadPolicy:
-    return OffloadPolicy(
+    policy = OffloadPolicy(
         inputs.spec,
         LruRetentionPolicy(inputs.shape),
         UniformAllocationPolicy(),
         LoadAllDispatchPolicy(),
     )
+    return _with_prefetch(policy, inputs)
 
 
 def _lfu(inputs: PolicyInputs) -> OffloadPolicy:
-    return OffloadPolicy(
+    policy = OffloadPolicy(
         inputs.spec,
         LfuRetentionPolicy(inputs.shape),
         UniformAllocationPolicy(),
         LoadAllDispatchPolicy(),
     )
+    return _with_prefetch(policy, inputs)
 
 
 def _prefill(inputs: PolicyInputs, default: str) -> str:
@@ -58,39 +69,111 @@ def _prefill(inputs: PolicyInputs, default: str) -> str:
 
 
 def _priority(inputs: PolicyInputs) -> OffloadPolicy:
-    return OffloadPolicy(
+    policy = OffloadPolicy(
         inputs.spec,
         PriorityRetentionPolicy(inputs.shape, prefill=_prefill(inputs, "whole")),
         UniformAllocationPolicy(),
         LoadAllDispatchPolicy(),
     )
+    return _with_prefetch(policy, inputs)
 
 
 def _priority_adapt(inputs: PolicyInputs) -> OffloadPolicy:
-    return OffloadPolicy(
+    policy = OffloadPolicy(
         inputs.spec,
         PriorityRetentionPolicy(inputs.shape, prefill=_prefill(inputs, "whole")),
         AdaptiveAllocationPolicy(inputs.shape),
         LoadAllDispatchPolicy(),
     )
+    return _with_prefetch(policy, inputs)
 
 
 def _oled_load_aware(inputs: PolicyInputs) -> OffloadPolicy:
-    return OffloadPolicy(
+    policy = OffloadPolicy(
         inputs.spec,
         PriorityRetentionPolicy(inputs.shape, prefill=_prefill(inputs, "tail")),
         AdaptiveAllocationPolicy(inputs.shape),
         LoadReuseDispatchPolicy(inputs.shape, inputs.costs, is_reuse_aware=False),
     )
+    return _with_prefetch(policy, inputs)
 
 
 def _oled(inputs: PolicyInputs) -> OffloadPolicy:
     overlap = inputs.parameters.real("overlap", None)
-    return OffloadPolicy(
+    policy = OffloadPolicy(
         inputs.spec,
         PriorityRetentionPolicy(inputs.shape, prefill=_prefill(inputs, "tail")),
         AdaptiveAllocationPolicy(inputs.shape),
         LoadReuseDispatchPolicy(inputs.shape, inputs.costs, overlap=overlap),
+    )
+    return _with_prefetch(policy, inputs)
+
+
+def _oled_plus(
+    inputs: PolicyInputs, *, is_global: bool = False, prefetch: str = "none"
+) -> OffloadPolicy:
+    parameters = inputs.parameters
+    ingredients = Ingredients(
+        state=parameters.flag("state", True),
+        transition=parameters.flag("transition", True),
+        rank=parameters.flag("rank", True),
+        confidence=parameters.flag("confidence", True),
+        history=parameters.flag("history", False),
+    )
+    estimator = ReuseEstimator(inputs.shape, ingredients, prefill=_prefill(inputs, "tail"))
+    retention: CalibratedRetentionPolicy
+    if is_global:
+        retention = GlobalCalibratedRetentionPolicy(estimator, inputs.shape)
+    else:
+        retention = CalibratedRetentionPolicy(estimator)
+    adapts = (
+        not is_global
+        and parameters.choice("allocation", ("adaptive", "uniform"), "adaptive") == "adaptive"
+    )
+    needs = {"token_position"} | ({"token_ids"} if ingredients.history else set())
+    policy = OffloadPolicy(
+        inputs.spec,
+        retention,
+        AdaptiveAllocationPolicy(inputs.shape) if adapts else UniformAllocationPolicy(),
+        LoadReuseDispatchPolicy(inputs.shape, inputs.costs, has_probabilities=True),
+        listeners=(retention,),
+        is_global=is_global,
+        needs=frozenset(needs),
+    )
+    return _with_prefetch(policy, inputs, prefetch)
+
+
+def _oled_plus_global(inputs: PolicyInputs) -> OffloadPolicy:
+    return _oled_plus(inputs, is_global=True)
+
+
+def _oled_plus_prefetch(inputs: PolicyInputs) -> OffloadPolicy:
+    return _oled_plus(inputs, prefetch="reuse")
+
+
+# Parameters of whatever takes `prefetch=reuse`.
+_PREFETCH = ("prefetch", "depth", "least", "words")
+
+
+def _with_prefetch(
+    policy: OffloadPolicy, inputs: PolicyInputs, default: str = "none"
+) -> OffloadPolicy:
+    """The policy with guesses into staging, if `prefetch=reuse` asks for them."""
+    parameters = inputs.parameters
+    if parameters.choice("prefetch", ("none", "reuse"), default) == "none":
+        parameters.refuse(_PREFETCH[1:], "prefetch=reuse is not given")
+        return policy
+    depth = parameters.integer("depth", 1, minimum=1, maximum=64)
+    least = parameters.real("least", 0.4)
+    has_words = parameters.flag("words", False)
+    needs = {"token_position"} | ({"token_ids"} if has_words else set())
+    assert depth is not None and least is not None
+    return replace(
+        policy,
+        prefetch=ReusePrefetchPolicy(
+            inputs.shape, depth=depth, least_probability=least, has_history=has_words
+        ),
+        needs=policy.needs | needs,
     )
 
 
@@ -120,36 +203,62 @@ def _oracle_total(inputs: PolicyInputs) -> OffloadPolicy:
     return _oracle(inputs, is_total=True)
 
 
+_INGREDIENTS = ("prefill", "state", "transition", "rank", "confidence", "history")
+
 POLICIES: dict[str, PolicyEntry] = {
     "naive-lru": PolicyEntry(
-        _naive_lru, "keeps what recent forwards used; every miss is loaded", "OLED-MoE, baseline"
+        _naive_lru,
+        "keeps what recent forwards used; every miss is loaded",
+        "OLED-MoE, baseline",
+        _PREFETCH,
     ),
     "lfu": PolicyEntry(
-        _lfu, "keeps what was active in most forwards; every miss is loaded", "classic LFU"
+        _lfu,
+        "keeps what was active in most forwards; every miss is loaded",
+        "classic LFU",
+        _PREFETCH,
     ),
     "priority": PolicyEntry(
         _priority,
         "keeps by confidence × gate weight; every miss is loaded",
         "OLED-MoE, expert priority",
-        ("prefill",),
+        ("prefill", *_PREFETCH),
     ),
     "priority+adapt": PolicyEntry(
         _priority_adapt,
         "priority, and each layer gets the slots it earns",
         "OLED-MoE, layer-adaptive allocation",
-        ("prefill",),
+        ("prefill", *_PREFETCH),
     ),
     "oled-load-aware": PolicyEntry(
         _oled_load_aware,
         "priority+adapt, and misses are split to balance copy lane and CPU",
         "OLED-MoE, load-only dispatch (λ = 0)",
-        ("prefill",),
+        ("prefill", *_PREFETCH),
     ),
     "oled": PolicyEntry(
         _oled,
         "OLED-MoE whole: the split also weighs what a copy saves later",
         "OLED-MoE (EuroSys '27)",
-        ("prefill", "overlap"),
+        ("prefill", "overlap", *_PREFETCH),
+    ),
+    "oled+": PolicyEntry(
+        _oled_plus,
+        "oled with retention by calibrated reuse instead of confidence × gate weight",
+        "this project",
+        (*_INGREDIENTS, "allocation", *_PREFETCH),
+    ),
+    "oled+global": PolicyEntry(
+        _oled_plus_global,
+        "oled+ with one ranking over all layers, discounted by time to next use",
+        "this project",
+        _INGREDIENTS,
+    ),
+    "oled+prefetch": PolicyEntry(
+        _oled_plus_prefetch,
+        "oled+ with guesses copied into staging while the copy lane is idle",
+        "this project",
+        (*_INGREDIENTS, "allocation", *_PREFETCH),
     ),
     "moe-infinity": PolicyEntry(
         moe_infinity.build,

@@ -57,7 +57,8 @@ class LoadReuseDispatchPolicy:
     J(G) = max(|G|·T_H2D, Σ cpu(n_e) over the rest) − λ·Σ p over members of G that survive the
     layer's cut; λ = overlap·|A|·min(T_H2D, cpu(n̄)), or 0 with `is_reuse_aware=False` (the paper's
     load-only dispatch). |G| stays within δ = max(1, ⌈0.1·|M|⌉) of ρ·|M|. `overlap` None measures
-    the share of a layer's demand that was in its previous one.
+    the share of a layer's demand that was in its previous one. `has_probabilities`: scores are
+    chances of being wanted next, so that λ is just min(T_H2D, cpu(n̄)).
 
     Source: OLED-MoE, cooperative dispatch; policies.md 2.3, 5.8, 5.9, 5.14; architecture.md 3.4.
     """
@@ -69,11 +70,13 @@ class LoadReuseDispatchPolicy:
         *,
         is_reuse_aware: bool = True,
         overlap: float | None = None,
+        has_probabilities: bool = False,
         max_moves: int = 8,
     ) -> None:
         self._costs = costs
         self._is_reuse_aware = is_reuse_aware
         self._max_moves = max_moves
+        self._has_probabilities = has_probabilities
         self._fixed_overlap = overlap
         # Start values: the paper's adjacent overlap, the profile's n̄; both follow what is seen.
         self._overlap = 0.85
@@ -124,7 +127,8 @@ class LoadReuseDispatchPolicy:
             overlap = self._overlap if self._fixed_overlap is None else self._fixed_overlap
             num_active = len(misses.demand.expert_ids)
             mean_cpu_s = costs.cpu_s(self._mean_tokens)
-            reuse_weight = overlap * num_active * min(costs.transfer_s, mean_cpu_s)
+            chance = 1.0 if self._has_probabilities else overlap * num_active
+            reuse_weight = chance * min(costs.transfer_s, mean_cpu_s)
         search = _MoveSearch(
             costs=costs,
             reuse_weight=reuse_weight,

@@ -342,7 +342,6 @@ class ExpertMapPolicy:
         num_selected = np.maximum(num_within, self._num_least[first:end])
         probability = self.store.maps[first:end, entries].transpose(1, 0, 2)
         is_selected = self.store.rank[entries, first:end] < num_selected[:, :, None]
-        is_selected &= probability > 0
         return _Selected(first, probability.max(axis=0), (probability * is_selected).max(axis=0))
 
     @property

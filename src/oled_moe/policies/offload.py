@@ -65,6 +65,12 @@ class Parameters:
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = values
 
+    def refuse(self, names: Sequence[str], reason: str) -> None:
+        """Parameters that mean nothing here are errors, never dropped."""
+        for name in names:
+            if name in self._values:
+                raise ConfigError(f"policy parameter {name} has no effect: {reason}")
+
     def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
         text = self._values.get(name, default)
         if text not in allowed:

@@ -23,10 +23,10 @@ class IntervalPolicy(FixedPlacementPolicy):
     """Refreshes a layer's set in every step of a request's first block, then in each τ-th step.
 
     A refresh follows the router of the same step: the target are the K experts with most tokens,
-    those with none excluded; absent ones are promoted, and only as many others demoted, those
-    with the fewest tokens first, ties from the highest id. All other misses run on the CPU. Only
-    denoised tokens count (the original counts its recomputed prefix too). Forwards of several
-    sequences, which the original does not have, refresh when one of theirs is due.
+    those with none excluded; absent ones are promoted, and only as many others demoted, from the
+    highest id. All other misses run on the CPU. Only denoised tokens count (the original counts
+    its recomputed prefix too). Forwards of several sequences, which the original does not have,
+    refresh when one of theirs is due.
     Prefills, which it does not have either, stream their misses; they and commit passes leave
     the set alone. The CPU computes what a commit pass misses.
     """
@@ -58,9 +58,8 @@ class IntervalPolicy(FixedPlacementPolicy):
         counts = tokens_per_expert(demand, num_experts, (Phase.DENOISE,))
         size = int(np.count_nonzero(is_member))
         is_target = most_used(counts, size) & (counts > 0)
-        # Targets first, then members by tokens; nobody else is in reach.
-        rank = np.where(is_member, counts, -1)
-        rank[is_target] += int(counts.max(initial=0)) + 2
+        # Other members are unused wherever some of them stay: targets are fewer than slots then.
+        rank = 2 * is_target.astype(np.int64) + is_member
         self.is_member[demand.layer] = most_used(rank, size)
 
     def split(self, misses: MissSet) -> BoolArray:
