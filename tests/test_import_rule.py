@@ -17,7 +17,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # `demo` is a folder of data with a docstring.
     "0": ("types", "errors", "registry", "config", "demo"),
     "1": ("policies", "cache", "costs", "hardware", "sizing", "counters"),
-    "2a": ("traces", "trace_stats", "synthesis", "simulator"),
+    "2a": ("traces", "trace_stats", "synthesis", "simulator", "virtual_clock"),
     "2b": ("lanes", "store", "slots", "kernels"),
     "3": ("layers", "kv_cache", "experts", "models", "checkpoint"),
     "4": ("unmasking", "decoding"),
@@ -68,6 +68,7 @@ BELOW_FACES = {
     "synthesis",
     "trace_stats",
     "traces",
+    "virtual_clock",
 }
 WITHOUT_TORCH = ("0", "1", "2a")
 # Decisions are the same on every run: they look neither at clocks nor at luck.

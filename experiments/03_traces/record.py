@@ -25,8 +25,8 @@ THRESHOLDS = {"": None, "-slow": 1.0}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "results/traces")
-    parser.add_argument("--num-requests", type=int, default=25)
-    parser.add_argument("--num-slow", type=int, default=5)
+    parser.add_argument("--num-requests", type=int, default=60)
+    parser.add_argument("--num-slow", type=int, default=12)
     arguments = parser.parse_args()
     lines = QUESTIONS.read_text(encoding="utf-8").splitlines()
     questions = [json.loads(line) for line in lines]

@@ -6,7 +6,8 @@ No library and no script; colours follow the viewer's light or dark mode.
 from collections.abc import Callable
 from html import escape
 
-from oled_moe.simulator import COPY, CPU, DEVICE, LANES, SimulationReport, Span
+from oled_moe.simulator import SimulationReport
+from oled_moe.virtual_clock import COPY, CPU, DEVICE, LANES, Span
 
 # Seconds to the left edge of what is drawn.
 _Scale = Callable[[float], float]

@@ -43,10 +43,10 @@ _MAX_COUNT = 1000.0
 # Weight on the past of an expert's own rates, per forward, and of the layer's, per forward.
 _EXPERT_MEMORY, _LAYER_MEMORY = 0.98, 0.99
 # How many forwards of the layer's average an expert's own rate starts from.
-_PRIOR_WEIGHT = 8.0
+_PRIOR_WEIGHT = 4.0
 # Share of the tokens' evidence against the expert's own record, in log odds.
 _TOKEN_SHARE = 0.6
-_USES_MEMORY, _POPULARITY_SHARE = 0.99, 0.7
+_USES_MEMORY, _POPULARITY_SHARE = 0.99, 0.4
 _LEAST, _MOST = 0.005, 0.995
 
 
@@ -310,7 +310,13 @@ class ReuseEstimator:
         seen = self._seen[layer]
         assert seen is not None
         means = self._layer_hits[layer, kind] / self._layer_trials[layer, kind]
-        rates = (self._expert_hits[layer, kind].reshape(2, -1) + _PRIOR_WEIGHT * means[:, None]) / (
+        # An expert that has not been seen enough in this situation is taken to be as popular in it,
+        # for its layer, as it is in all.
+        mean_uses = (self._uses[layer].mean() + 1) / (self._num_uses[layer] + 2)
+        uses = (self._uses[layer] + 4 * mean_uses) / (self._num_uses[layer] + 4)
+        lean = _POPULARITY_SHARE * (logit(np.clip(uses, _LEAST, _MOST)) - logit(mean_uses))
+        prior = 1 / (1 + np.exp(-(logit(np.clip(means, _LEAST, _MOST))[:, None] + lean)))
+        rates = (self._expert_hits[layer, kind].reshape(2, -1) + _PRIOR_WEIGHT * prior) / (
             self._expert_trials[layer, kind].reshape(2, -1) + _PRIOR_WEIGHT
         )
         rates = np.clip(rates, _LEAST, _MOST)
