@@ -271,7 +271,8 @@ def test_policy_names_in_help_are_those_of_the_registry() -> None:
     ("arguments", "exit_code", "words"),
     [
         (["-p", "x", "--policy", "nope"], 2, "naive-lru"),
-        (["-p", "x", "--policy", "oled:depth=3"], 2, "overlap"),
+        (["-p", "x", "--policy", "oled:depth=3"], 2, "prefetch=reuse"),
+        (["-p", "x", "--policy", "oled:overlap=3"], 2, "0 to 1"),
         (["-p", "x", "--no-such-flag"], 2, "--no-such-flag"),
         (["-p", "x", "--max-tokens", "many"], 2, "--max-tokens"),
         (["-p", "x", "--threshold", "7"], 2, "threshold is 7"),

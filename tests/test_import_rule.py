@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "cli",
         "cli_bench",
         "cli_flags",
+        "cli_reproduce",
         "cli_shared",
         "cli_simulate",
         "cli_text",

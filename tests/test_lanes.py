@@ -194,3 +194,86 @@ def test_inline_lane_works_at_once() -> None:
         lane.submit(lambda: ran.append(2), after=(failed,))
     lane.close()
     assert ran == [1]
+
+
+# ---- work that nobody waits for yet ----
+
+
+def test_work_ahead_runs_when_nothing_urgent_waits(thread_lane: MakeLane) -> None:
+    lane, gate, ran = thread_lane(), Gate(), []
+    first = lane.submit(lambda: ran.append("first"), after=(gate,))
+    ahead = lane.submit_ahead(lambda: ran.append("ahead"))
+    late = lane.submit(lambda: ran.append("urgent"))
+    gate.open()
+    for event in (first, late, ahead):
+        event.wait()
+    assert ran == ["first", "urgent", "ahead"]
+
+
+def test_hurried_work_goes_with_the_urgent_and_runs_once(thread_lane: MakeLane) -> None:
+    lane, gate, ran = thread_lane(), Gate(), []
+    lane.submit(lambda: ran.append("first"), after=(gate,))
+    ahead = [lane.submit_ahead(lambda n=n: ran.append(n)) for n in range(3)]
+    lane.hurry(ahead[2])
+    lane.hurry(ahead[2])
+    lane.submit(lambda: ran.append("urgent"))
+    gate.open()
+    for event in ahead:
+        event.wait()
+    assert ran == ["first", 2, "urgent", 0, 1]
+    # What has run can be hurried and cancelled without effect.
+    lane.hurry(ahead[2])
+    assert not lane.cancel(ahead[2])
+    lane.submit(lambda: ran.append("last")).wait()
+    assert ran[5:] == ["last"]
+
+
+def test_cancelled_work_never_runs_and_its_event_fires(thread_lane: MakeLane) -> None:
+    lane, gate, ran = thread_lane(), Gate(), []
+    lane.submit(lambda: ran.append("first"), after=(gate,))
+    ahead = lane.submit_ahead(lambda: ran.append("ahead"))
+    lane.hurry(ahead)
+    assert not ahead.is_fired
+    assert lane.cancel(ahead) and ahead.is_fired and not lane.cancel(ahead)
+    gate.open()
+    lane.submit(lambda: ran.append("last")).wait()
+    assert ran == ["first", "last"]
+
+
+def test_work_under_way_cannot_be_cancelled(thread_lane: MakeLane) -> None:
+    lane, gate, started = thread_lane(), Gate(), threading.Event()
+
+    def work() -> None:
+        started.set()
+        gate.wait()
+
+    event = lane.submit_ahead(work)
+    assert started.wait(PATIENCE_S)
+    assert not lane.cancel(event) and not event.is_fired
+    gate.open()
+    event.wait()
+
+
+def test_close_drops_work_ahead_that_has_not_begun() -> None:
+    lane, gate, ran = ThreadLane("test"), Gate(), []
+    lane.submit(lambda: ran.append("first"), after=(gate,))
+    ahead = lane.submit_ahead(lambda: ran.append("ahead"))
+    closing = threading.Thread(target=lane.close)
+    closing.start()
+    gate.open()
+    closing.join(PATIENCE_S)
+    assert ran == ["first"] and ahead.is_fired
+
+
+def test_failed_work_ahead_tells_whoever_waits(thread_lane: MakeLane) -> None:
+    event = thread_lane().submit_ahead(failing)
+    with pytest.raises(OSError, match="no such luck"):
+        event.wait()
+    assert event.is_fired
+
+
+def test_inline_work_ahead_is_done_at_once() -> None:
+    lane, ran = InlineLane(), []
+    event = lane.submit_ahead(lambda: ran.append(1))
+    lane.hurry(event)
+    assert ran == [1] and event.is_fired and not lane.cancel(event)

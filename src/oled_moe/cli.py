@@ -32,6 +32,7 @@ from oled_moe.cli_flags import (
     parse_ids,
     takes_flags,
 )
+from oled_moe.cli_reproduce import reproduce
 from oled_moe.cli_shared import (
     LogFlags,
     LogFormat,
@@ -337,6 +338,7 @@ def doctor(
 
 app.command(cls=PanelCommand, short_help="Run policies side by side; table, page.")(bench)
 app.command(cls=PanelCommand, short_help="Replay a routing trace under any policy.")(simulate)
+app.command(cls=PanelCommand, short_help="Redo a figure of the paper.")(reproduce)
 
 
 app.add_typer(trace_app, name="trace")

@@ -118,7 +118,9 @@ class EngineFlags:
     hardware: Annotated[
         Path | None,
         _engine(
-            "--hardware", metavar="PATH", help="Hardware profile; default: what doctor stored."
+            "--hardware",
+            metavar="NAME",
+            help="A hardware profile by name or path; default: what doctor stored.",
         ),
     ] = None
     max_model_len: Annotated[

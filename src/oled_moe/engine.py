@@ -33,6 +33,7 @@ from oled_moe.costs import (
     HardwareProfile,
     load_profile,
 )
+from oled_moe.counters import ExpertCounters
 from oled_moe.decoding import (
     MAX_PREFILL_TOKENS,
     BlockDiffusionDecoder,
@@ -49,18 +50,19 @@ from oled_moe.errors import (
     OledMoeError,
 )
 from oled_moe.experts import OffloadedExperts
+from oled_moe.hardware import load_hardware
 from oled_moe.kernels import KERNELS
 from oled_moe.lanes import CopyLane, InlineLane, Lane, ThreadLane
 from oled_moe.layers import ATTENTION_SLICE
 from oled_moe.memory import MemoryPlan, ModelMemory, plan_memory, process_memory_bytes
-from oled_moe.metrics import ExpertCounters, GenerationStats
+from oled_moe.metrics import GenerationStats, generation_stats
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.policies import OffloadPolicy, build_policy
 from oled_moe.profiler import default_profile_path, usable_memory_bytes
 from oled_moe.slots import RatedCopy, SlotPool
 from oled_moe.store import DiskExpertStore, ExpertLayout, ExpertPart, HostExpertStore
 from oled_moe.tokenization import Tokenizer
-from oled_moe.types import ForwardOutcome, MoeShape
+from oled_moe.types import ForwardOutcome, LayerDemand, LayerPlan, MoeShape
 
 DEMO_MODEL = "demo"
 # Context that keys and values are planned for where nothing else is asked.
@@ -305,11 +307,17 @@ class Engine:
 
     def _decode(self, prompt_ids: list[int], params: DecodingParams) -> Iterator[StepEvent]:
         counters, experts = DecodingCounters(), ExpertCounters()
-        planning_start_s = self.experts.planning_s
+        planning_start_s, pool = self.experts.planning_s, self._tiers.pool
+        num_cancelled = pool.num_cancelled
+
+        def observe(demand: LayerDemand, plan: LayerPlan) -> None:
+            experts(demand, plan, pool.num_staged_ready)
+
         text = _TextStream(self.tokenizer, params.stop)
         request_id = self._num_requests
         self._num_requests += 1
-        self.experts.observers.append(experts)
+        self.experts.observers.append(observe)
+        self.experts.copy_observers.append(experts.copied_ahead)
         try:
             for step in self._decoder.decode(
                 prompt_ids,
@@ -320,8 +328,10 @@ class Engine:
             ):
                 result = None
                 if step.is_last:
-                    stats = experts.stats(
+                    experts.cancelled(pool.num_cancelled - num_cancelled)
+                    stats = generation_stats(
                         counters,
+                        experts,
                         num_tokens=len(step.answer_ids),
                         expert_bytes=self._tiers.layout.weight_bytes,
                         max_resident_experts=self._tiers.pool.num_filled,
@@ -336,7 +346,8 @@ class Engine:
                     )
                 yield _event(step, text, result)
         finally:
-            self.experts.observers.remove(experts)
+            self.experts.observers.remove(observe)
+            self.experts.copy_observers.remove(experts.copied_ahead)
             self.cache.end_request(request_id)
             self.cache.check()
 
@@ -507,8 +518,7 @@ def _find_hardware(config: EngineConfig) -> tuple[HardwareProfile, str]:
     if isinstance(config.hardware, HardwareProfile):
         return config.hardware, "given"
     if isinstance(config.hardware, str | Path):
-        path = Path(config.hardware)
-        return load_profile(path), str(path)
+        return load_hardware(config.hardware), str(config.hardware)
     if config.hardware is not None:
         raise ConfigError(
             f"hardware is {config.hardware!r}; allowed: a HardwareProfile, the path of one, None"

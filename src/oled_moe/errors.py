@@ -7,6 +7,7 @@
     ├── TraceError              2  a routing trace that is corrupt, or lacks what is needed
     │   └── TraceNotFoundError  3  no file at that path
     ├── ModelNotFoundError      3  nothing at that path, no such hub id in the local cache
+    ├── ExperimentNotFoundError 3  the experiments lie in a checkout, and this is none
     ├── DoesNotFitError         4  the memory plan cannot work
     └── MissingDependencyError  5  an optional package, named
 
@@ -52,6 +53,12 @@ class TraceNotFoundError(TraceError):
 
 class ModelNotFoundError(OledMoeError):
     """No model at the place that was named."""
+
+    exit_code = 3
+
+
+class ExperimentNotFoundError(OledMoeError):
+    """The package is installed without the repository's experiments."""
 
     exit_code = 3
 

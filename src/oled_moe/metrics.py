@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from oled_moe.counters import ExpertCounters as _ExpertCounters
-from oled_moe.counters import ratio
+from oled_moe.counters import ExpertCounters, ratio
 from oled_moe.decoding import DecodingCounters
 
 
@@ -21,7 +19,9 @@ class GenerationStats:
     experts loaded by a denoising forward that the layer's next denoising forward found resident
     and wanted. `max_resident_experts`: most ever held since the engine began, slots and staging,
     all layers; `expert_memory_bytes`: what those slots may take at most. `policy_overhead`: share
-    of the request's time spent deciding.
+    of the request's time spent deciding. `bytes_loaded` counts copies on demand; `bytes_prefetched`
+    those ahead of it, `bytes_wasted` the ones among them that nothing used; `ready_rate` is the
+    hit rate with what was copied ahead in time.
 
     Units: seconds, bytes.
     """
@@ -43,11 +43,14 @@ class GenerationStats:
     max_resident_experts: int
     expert_memory_bytes: int
     policy_overhead: float
+    ready_rate: float = 0.0
+    bytes_prefetched: int = 0
+    bytes_wasted: int = 0
 
 
 def generation_stats(
     counters: DecodingCounters,
-    experts: _ExpertCounters,
+    experts: ExpertCounters,
     *,
     num_tokens: int,
     expert_bytes: int,
@@ -77,6 +80,9 @@ def generation_stats(
         max_resident_experts=max_resident_experts,
         expert_memory_bytes=expert_memory_bytes,
         policy_overhead=ratio(planning_s, total_s),
+        ready_rate=experts.ready_rate.mean(),
+        bytes_prefetched=(experts.num_prefetched - experts.num_cancelled) * expert_bytes,
+        bytes_wasted=max(0, experts.num_wasted) * expert_bytes,
     )
 
 
@@ -118,10 +124,7 @@ def combine_stats(stats: Sequence[GenerationStats], num_tokens: Sequence[int]) -
         max_resident_experts=max(each.max_resident_experts for each in stats),
         expert_memory_bytes=max(each.expert_memory_bytes for each in stats),
         policy_overhead=mean("policy_overhead", decode_s),
+        ready_rate=mean("ready_rate", num_forwards),
+        bytes_prefetched=total("bytes_prefetched"),
+        bytes_wasted=total("bytes_wasted"),
     )
-
-
-# TEMPORARY, until engine.py imports counters.ExpertCounters and calls `generation_stats`.
-class ExpertCounters(_ExpertCounters):
-    def stats(self, counters: DecodingCounters, **values: Any) -> GenerationStats:
-        return generation_stats(counters, self, **values)

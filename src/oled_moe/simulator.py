@@ -33,8 +33,6 @@ from oled_moe.types import (
 )
 from oled_moe.virtual_clock import LaneTimes, LaneWork, Span, VirtualClock
 
-# What policies may need and no trace is without.
-_ALWAYS_THERE = frozenset({"token_position"})
 # Sees a demand and what was decided for it, as the engine's observers do.
 Observer = Callable[[LayerDemand, LayerPlan], None]
 _NONE: IntArray = np.empty(0, dtype=np.int64)
@@ -292,7 +290,7 @@ class _Replay:
         num_layers = self._trace.shape.num_layers
         # Copied before time 0: the engine loads these before it takes requests.
         cache.place()
-        for forward in self._trace.forwards(self._policy.needs - _ALWAYS_THERE):
+        for forward in self._trace.forwards(self._policy.needs):
             context = forward.context
             is_measured = all(row.request_id >= self._warmup_requests for row in context.rows)
             is_recorded = context.forward_id == record_forward

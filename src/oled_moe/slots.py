@@ -104,6 +104,7 @@ class SlotPool:
         self._num_allowed = 0
         self.num_filled = 0
         self.num_staged_ready = 0
+        self.num_cancelled = 0
         if is_poisoned:
             for slot in self._slots:
                 poison(slot)
@@ -154,7 +155,7 @@ class SlotPool:
         staged_slots = plan.staged_slots.tolist()
         # Guesses that the layer did not want.
         for slot in self._ahead.keys() & (set(plan.freed_slots.tolist()) - set(staged_slots)):
-            if self._copy_lane.cancel(self._ahead[slot]):
+            if self._cancel(self._ahead[slot]):
                 del self._ahead[slot]
         self.num_staged_ready = 0
         for slot in staged_slots:
@@ -217,7 +218,7 @@ class SlotPool:
         target = self._slots[slot]
         after: list[Event] = [self._idle[slot]]
         earlier = self._ahead.pop(slot, None)
-        if earlier is not None and not self._copy_lane.cancel(earlier):
+        if earlier is not None and not self._cancel(earlier):
             # A guess that nobody wanted is on its way into the slot.
             after.append(_Ended(earlier))
 
@@ -226,6 +227,11 @@ class SlotPool:
 
         submit = self._copy_lane.submit if is_urgent else self._copy_lane.submit_ahead
         return submit(work, after=after)
+
+    def _cancel(self, event: Event) -> bool:
+        is_cancelled = self._copy_lane.cancel(event)
+        self.num_cancelled += is_cancelled
+        return is_cancelled
 
     def _note_filled(self, slot: int) -> None:
         if not self._was_filled[slot]:

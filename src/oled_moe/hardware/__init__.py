@@ -41,7 +41,8 @@ def load_hardware(
         return load_profile(path)
     known = ", ".join([*hardware_names(), THIS_MACHINE])
     raise ModelNotFoundError(
-        f"no hardware profile {name!r}: neither a file nor a known name; known: {known}"
+        f"no hardware profile {name!r}: neither a file nor a known name; known: {known}, "
+        "the last as `oled-moe doctor` measured it"
     )
 
 

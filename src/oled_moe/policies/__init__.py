@@ -130,7 +130,6 @@ def _oled_plus(
         not is_global
         and parameters.choice("allocation", ("adaptive", "uniform"), "adaptive") == "adaptive"
     )
-    needs = {"token_position"} | ({"token_ids"} if ingredients.history else set())
     policy = OffloadPolicy(
         inputs.spec,
         retention,
@@ -138,7 +137,7 @@ def _oled_plus(
         LoadReuseDispatchPolicy(inputs.shape, inputs.costs, has_probabilities=True),
         listeners=(retention,),
         is_global=is_global,
-        needs=frozenset(needs),
+        needs=frozenset({"token_ids"} if ingredients.history else ()),
     )
     return _with_prefetch(policy, inputs, prefetch)
 
@@ -166,14 +165,13 @@ def _with_prefetch(
     depth = parameters.integer("depth", 1, minimum=1, maximum=64)
     least = parameters.real("least", 0.4)
     has_words = parameters.flag("words", False)
-    needs = {"token_position"} | ({"token_ids"} if has_words else set())
     assert depth is not None and least is not None
     return replace(
         policy,
         prefetch=ReusePrefetchPolicy(
             inputs.shape, depth=depth, least_probability=least, has_history=has_words
         ),
-        needs=policy.needs | needs,
+        needs=policy.needs | ({"token_ids"} if has_words else set()),
     )
 
 

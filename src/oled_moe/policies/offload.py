@@ -38,9 +38,9 @@ class OffloadPolicy:
     One object may play several parts and is then named in each. `is_global`: all slots are one
     pool over the layers, ranked by `retention`, which is then a GlobalRetentionPolicy.
     `is_synchronous`: copies block the layer (see `LayerPlan.wave_sizes`). `needs` names optional
-    inputs without which it cannot work: "gate_scores" of LayerDemand, "input_embedding",
-    "token_ids" and "token_position" of ForwardContext. `oracle` replaces all other parts but
-    dispatch, and works in simulation only.
+    inputs without which it cannot work: "gate_scores" of LayerDemand, "input_embedding" and
+    "token_ids" of ForwardContext. `oracle` replaces all other parts but dispatch, and works in
+    simulation only.
     """
 
     name: str

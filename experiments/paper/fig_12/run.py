@@ -1,0 +1,121 @@
+"""Figure 12: every system on every workload, both models, two cache sizes.
+
+python -m experiments.paper.fig_12.run
+"""
+
+import statistics
+from collections.abc import Iterator
+
+from experiments.paper.common import (
+    CAPACITIES,
+    MODELS,
+    POLICIES,
+    WORKLOADS,
+    Row,
+    Table,
+    ms,
+    percent,
+    policy_rows,
+    run_figure,
+    select,
+    synthetic,
+)
+from experiments.paper.comparison import PRIOR, span, value
+from experiments.paper.paper_numbers import ABSTRACT, FIG_12
+
+FIGURE = "12"
+UTILIZATION = "expert_cache_utilization"
+
+
+def make_rows(is_quick: bool) -> Iterator[Row]:
+    size = {"num_requests": 1, "answer_tokens": 16} if is_quick else {"num_requests": 4}
+    for model in MODELS:
+        for workload in WORKLOADS:
+            trace = synthetic(model, workload, seed=0, **{"answer_tokens": 80, **size})
+            for capacity in CAPACITIES:
+                yield from policy_rows(FIGURE, trace, model, capacity, POLICIES, workload=workload)
+
+
+def tables(rows: list[Row]) -> list[Table]:
+    cells = {
+        (model, capacity, workload): select(rows, model=model, capacity=capacity, workload=workload)
+        for model in MODELS
+        for capacity in CAPACITIES
+        for workload in WORKLOADS
+    }
+    return [_summary(cells), _times(cells), _utilizations(cells)]
+
+
+Cells = dict[tuple[str, int, str], list[Row]]
+
+
+def _summary(cells: Cells) -> Table:
+    speedups = {
+        (key, label): value(cell, label, "tpot_s") / value(cell, "OLED", "tpot_s")
+        for key, cell in cells.items()
+        for label in PRIOR
+    }
+    strongest = [min(speedups[key, label] for label in PRIOR) for key in cells]
+    best = [max(value(cell, label, UTILIZATION) for label in PRIOR) for cell in cells.values()]
+    oled = [value(cell, "OLED", UTILIZATION) for cell in cells.values()]
+    gains = [
+        value(cell, "OLED", UTILIZATION) / value(cell, label, UTILIZATION)
+        for cell in cells.values()
+        for label in PRIOR
+    ]
+    lines = [
+        (
+            "TPOT, strongest earlier system over OLED, mean",
+            f"{statistics.fmean(strongest):.2f}",
+            f"{FIG_12['mean_speedup'].value:.2f}",
+        ),
+        ("the same, up to", f"{max(strongest):.2f}", f"{FIG_12['max_speedup'].value:.2f}"),
+        ("every earlier system over OLED", span(speedups.values()), _of("tpot_speedup")),
+    ]
+    for model in MODELS:
+        mean = statistics.fmean(v for ((m, _, _), _), v in speedups.items() if m == model)
+        paper = FIG_12["mean_speedup_by_model"].value[model]
+        lines.append((f"the same, mean, {model}", f"{mean:.2f}", f"{paper:.2f}"))
+    paper_from, paper_to = FIG_12["utilization"].value
+    lines.append(
+        (
+            "utilisation, best earlier system and OLED, mean, %",
+            f"{percent(statistics.fmean(best))} and {percent(statistics.fmean(oled))}",
+            f"{percent(paper_from)} and {percent(paper_to)}",
+        )
+    )
+    lines.append(("utilisation, OLED over every earlier", span(gains), _of("utilization_gain")))
+    return Table("What the paper says in words.", ("all cells", "ours", "paper"), tuple(lines))
+
+
+def _of(name: str) -> str:
+    return span(ABSTRACT[name].value)
+
+
+def _times(cells: Cells) -> Table:
+    lines = [
+        (f"{model}, C = {capacity}, {workload}",)
+        + tuple(ms(value(cell, label, "tpot_s")) for label in POLICIES)
+        for (model, capacity, workload), cell in cells.items()
+    ]
+    return Table("TPOT, ms.", ("cell", *POLICIES), tuple(lines))
+
+
+def _utilizations(cells: Cells) -> Table:
+    lines = [
+        (f"{model}, C = {capacity}, {workload}", *(_shares(cell, label) for label in POLICIES))
+        for (model, capacity, workload), cell in cells.items()
+    ]
+    return Table("Utilisation / hit rate, %.", ("cell", *POLICIES), tuple(lines))
+
+
+def _shares(cell: list[Row], label: str) -> str:
+    return " / ".join(percent(value(cell, label, name)) for name in (UTILIZATION, "hit_rate"))
+
+
+def main() -> None:
+    run_figure(FIGURE, make_rows, tables)
+
+
+if __name__ == "__main__":
+    main()
