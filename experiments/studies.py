@@ -130,3 +130,18 @@ def replace_tables(study: str, found: Sequence[Table]) -> None:
     """Writes what stands between the markers of the study's README."""
     readme = ROOT / "experiments" / study / "README.md"
     readme.write_text(with_tables(readme.read_text("utf-8"), found), encoding="utf-8")
+
+
+def plot_study(study: str, name: str, draw: Callable[[list[Row]], Any]) -> None:
+    """The command line of every plot.py: rows to docs/figures/NAME.svg; `--png` a file to look at
+    besides, `--out` another folder."""
+    parser = argparse.ArgumentParser(prog=f"python -m experiments.{study}.plot")
+    parser.add_argument("--rows", type=Path, default=RAW)
+    parser.add_argument("--out", type=Path, default=FIGURES)
+    parser.add_argument("--png", type=Path)
+    arguments = parser.parse_args()
+    drawn = draw(read_study(study, arguments.rows))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(arguments.out / f"{name}.svg", metadata={"Date": None})
+    if arguments.png:
+        drawn.savefig(arguments.png, dpi=110)

@@ -27,6 +27,24 @@ from oled_moe.types import (
 # Policies that can run without knowing the future.
 LIVE_POLICIES = tuple(name for name, entry in POLICIES.items() if not entry.is_clairvoyant)
 
+# The same and what else their parameters make of them.
+LIVE_SPECS = (
+    *LIVE_POLICIES,
+    "moe-infinity:mode=release",
+    "moe-infinity:scope=global",
+    "finemoe:maps=topk,lookup=token",
+    "finemoe:quirk=true",
+    "ktransformers:placement=frequency",
+    "ktransformers:placement=frequency,scope=global",
+    "ktransformers:placement=dynamic,prefill_threshold=1",
+    "fiddler:rule=max",
+    "tide:interval=1,overlap=true",
+    "n-cpu-moe:min_batch=1",
+    "oled+:history=true,allocation=uniform",
+    "oled+prefetch:words=true,depth=2,least=0",
+    "naive-lru:prefetch=reuse,least=0.1",
+)
+
 # One copy takes as long as two tokens on the CPU: both lanes are worth using.
 COSTS = CostModel(transfer_s=2.0, cpu_base_s=0.5, cpu_token_s=0.75, mean_tokens_per_miss=2.0)
 

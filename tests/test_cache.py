@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fakes import (
     LIVE_POLICIES,
+    LIVE_SPECS,
     FakeRouter,
     bounded,
     context_of,
@@ -251,7 +252,7 @@ def test_plans_hold_the_rule_and_the_invariants(policy: str, data: st.DataObject
         cache.check()
 
 
-@pytest.mark.parametrize("policy", LIVE_POLICIES)
+@pytest.mark.parametrize("policy", LIVE_SPECS)
 @bounded(20)
 @given(data=st.data())
 def test_plans_of_any_policy_hold_the_invariants(policy: str, data: st.DataObject) -> None:

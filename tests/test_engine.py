@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import synthetic_llada2, write_checkpoint
-from fakes import LIVE_POLICIES
+from fakes import LIVE_POLICIES, LIVE_SPECS
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -114,20 +114,30 @@ def test_same_tokens_whatever_is_cached(
             assert result.stats.max_resident_experts <= allowed
 
 
+@pytest.mark.parametrize("policy", [spec for spec in LIVE_SPECS if spec not in LIVE_POLICIES])
+def test_same_tokens_whatever_the_parameters(
+    tiny: Path, plain: dict[tuple[int, ...], list[int]], policy: str
+) -> None:
+    for capacity in (0, 3.5, 8):
+        with open_engine(tiny, policy=policy, experts_per_layer=capacity) as engine:
+            for prompt, expected in plain.items():
+                assert engine.generate(list(prompt), PARAMS).token_ids == expected
+
+
 def test_same_tokens_on_the_emulated_device_with_poison_and_delays(tiny: Path) -> None:
-    """200 random runs: free slots are NaN and every lane is delayed at random under a seed."""
+    """Some 290 random runs: free slots are NaN, every lane is delayed at random under a seed."""
     random = np.random.default_rng(7)
     prompts = [random.integers(0, 256, random.integers(0, 30)).tolist() for _ in range(5)]
     params = replace(PARAMS, max_tokens=9)
     with open_engine(tiny, experts_per_layer=12) as engine:
         expected = [engine.generate(prompt, params).token_ids for prompt in prompts]
-    policies = sorted(LIVE_POLICIES)
-    for run in range(40):
+    policies = LIVE_SPECS
+    for run in range(2 * len(policies)):
         capacity = float(random.choice([0, 0.5, 1, 2, 5, 9]))
         settings = {
             "policy": policies[run % len(policies)],
             "experts_per_layer": capacity,
-            "cpu_experts": bool(run % 2),
+            "cpu_experts": run >= len(policies),
             "seed": run,
         }
         with open_engine(tiny, "emulated", **settings) as engine:

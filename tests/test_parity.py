@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import synthetic_llada2, write_checkpoint
-from fakes import LIVE_POLICIES
+from fakes import LIVE_SPECS
 
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE, CostModel
@@ -165,7 +165,7 @@ def is_rounded(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
-@pytest.mark.parametrize("policy", sorted(LIVE_POLICIES))
+@pytest.mark.parametrize("policy", sorted(LIVE_SPECS))
 def test_replay_decides_what_the_engine_decided(tiny: Path, policy: str, device: str) -> None:
     for capacity in (1.34, 5):
         trace, forwards, plans, num_ahead, engine = run_live(tiny, device, policy, capacity)

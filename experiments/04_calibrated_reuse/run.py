@@ -3,7 +3,8 @@
     python -m experiments.04_calibrated_reuse.run
 
 Writes results/raw/04_calibrated_reuse.jsonl and the README's tables. Rows are of these `part`s:
-trace, hits, ablation, learning (longer demo traces, recorded on the way), synthetic, seeds.
+trace, hits, ablation, learning (longer demo traces, recorded on the way), synthetic, recency
+(simple policies on one synthetic workload), seeds.
 """
 
 import dataclasses
@@ -66,6 +67,9 @@ NUM_LONG, NUM_PARTS, LONG_MULTIPLE = 110, 5, 0.67
 CAPACITIES = (20, 40, 60, 80, 100, 140, 200)
 SYNTHETIC_POLICIES = ("oled", "oled+", "belady", "oracle-total")
 SYNTHETIC_SIZE = {"num_requests": 4, "num_warmup": 1, "answer_tokens": 80}
+# Where calibrated reuse loses on synthetic traces: what simple policies do there.
+RECENCY_POLICIES = ("naive-lru", "lfu", "oled+:prefill=whole", "oled+:allocation=uniform")
+RECENCY_CAPACITIES = (60, 100, 140)
 SEEDS_CAPACITY = 60
 TARGETS = {0.4: 0.40, 0.67: 0.40, 1.0: 0.28}
 
@@ -82,6 +86,7 @@ def make_rows() -> Iterator[Row]:
     for model in MODELS:
         for workload in WORKLOADS:
             yield from synthetic_rows(model, workload)
+        yield from recency_rows(model)
         yield from seed_rows(model)
 
 
@@ -151,6 +156,16 @@ def synthetic_rows(model: str, workload: str) -> Iterator[Row]:
             )
 
 
+def recency_rows(model: str) -> Iterator[Row]:
+    trace = synthetic(model, "math", **SYNTHETIC_SIZE)
+    for capacity in RECENCY_CAPACITIES:
+        for policy in RECENCY_POLICIES:
+            yield study_row(
+                STUDY, trace, policy, capacity, HARDWARE, options=OFF,
+                part="recency", model=model, workload="math",
+            )  # fmt: skip
+
+
 def seed_rows(model: str) -> Iterator[Row]:
     """One cell with three seeds, to see what chance does."""
     for seed in SEEDS:
@@ -177,10 +192,12 @@ def tables(rows: list[Row]) -> list[Table]:
         trace_table(rows),
         *(hit_table(rows, name) for name in GROUPS),
         gap_table(rows),
+        other_table(rows),
         first_step_table(rows),
         *learning_tables(rows),
         ablation_table(rows),
         synthetic_table(rows),
+        recency_table(rows),
         seed_table(rows),
     ]
 
@@ -276,6 +293,25 @@ def gap_table(rows: list[Row]) -> Table:
         "and 95th percentile when the measured requests are drawn anew."
     )
     return Table(title, ("trace", *times_active(MULTIPLES)), tuple(lines))
+
+
+def other_table(rows: list[Row]) -> Table:
+    """Gap closed by every policy that does not know the future."""
+    hits = select(rows, part="hits")
+    header = ["policy"]
+    header += [f"{name}, {m:g}" for m in ABLATION_MULTIPLES for name in ("default", "slow", "all")]
+    cells = [
+        select(hits, multiple=multiple, **where)
+        for multiple in ABLATION_MULTIPLES
+        for where in GROUPS.values()
+    ]
+    lines = [
+        (f"`{policy}`", *(f"{100 * gap_of(cell, policy):.0f}" for cell in cells))
+        for policy in POLICIES
+        if policy not in (BASE, BEST, "oracle-total")
+    ]
+    title = "The same measure for the other policies, %, traces pooled; below 0: worse than `oled`."
+    return Table(title, tuple(header), tuple(lines))
 
 
 def first_step_table(rows: list[Row]) -> Table:
@@ -394,6 +430,21 @@ def synthetic_table(rows: list[Row]) -> Table:
         "by workload", "`belady`", "`oracle-total`",
     )  # fmt: skip
     title = "Synthetic traces at the paper's sizes: misses against `oled`, three workloads pooled."
+    return Table(title, header, tuple(lines))
+
+
+def recency_table(rows: list[Row]) -> Table:
+    policies = (OURS, *RECENCY_POLICIES, BEST)
+    lines = []
+    for model in MODELS:
+        for capacity in RECENCY_CAPACITIES:
+            here = select(rows, model=model, capacity=capacity, workload="math")
+            here = select(here, part="synthetic") + select(here, part="recency")
+            base = misses(select(here, policy=BASE))
+            cells = [misses(select(here, policy=policy)) / base - 1 for policy in policies]
+            lines.append((model, str(capacity), *(f"{100 * cell:+.1f}" for cell in cells)))
+    header = ("model", "C", *(f"`{policy}`" for policy in policies))
+    title = "Other policies on the synthetic workload math: misses, % more than `oled`."
     return Table(title, header, tuple(lines))
 
 

@@ -36,3 +36,18 @@ def value(rows: Sequence[Row], label: str, name: str) -> float:
 def span(values: Iterable[float], digits: int = 2, scale: float = 1) -> str:
     found = [scale * each for each in values]
     return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
+
+
+def bare_tpot(rows: Sequence[Row], label: str) -> float:
+    """TPOT less the software time that the profile adds to every layer of every policy alike.
+
+    The layer's own, before its demand is known; copies ahead may run beside it, so that for systems
+    which prefetch this is what is left and not what a run without it would take.
+    """
+    found = []
+    for row in select(rows, label=label):
+        # All but the prefills, of which each request has one: TPOT is counted from their end.
+        num_forwards = row["num_forwards"] - row["num_requests"]
+        software_s = row["hardware"]["layer_overhead_s"] * row["trace"]["num_layers"]
+        found.append(row["tpot_s"] - num_forwards * software_s / row["num_tokens"])
+    return sum(found) / len(found)

@@ -43,7 +43,8 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
 GREY = "#888888"
 CYCLE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "--", "oo")
+# Lines alone: a pattern of dots takes 140 KB in an SVG.
+HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")
 # By the names of common.POLICIES: the same policy looks the same in every figure.
 POLICY_COLOURS = {
     "KTransformers": GREY,

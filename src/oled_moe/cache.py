@@ -194,6 +194,10 @@ class ExpertCache:
             staged_ids,
             staged_of[staged_ids],
         )
+        if self.policy.is_global and len(copies):
+            # What was guessed for other layers may have lost its place to what this layer loads.
+            stays = self._owner[copies.slots] == copies.expert_ids
+            copies = CopyPlan(copies.expert_ids[stays], copies.slots[stays])
         is_plain = ~is_first_use[is_hit]
         first_ids = plan.hit_ids[~is_plain]
         all_staged = np.concatenate((plan.staged_ids, first_ids))

@@ -38,6 +38,7 @@ def draw(rows: list[Row]) -> Figure:
     layers.set_ylim(0, 60)
     for axes in (curves, kinds):
         axes.set_xlabel("confidence of the earlier step")
+        axes.set_xlim(0, 1)
         axes.set_ylim(0, 1)
     for axes, model in ((mini, "mini"), (flash, "flash"), (demo, "demo")):
         _joint(axes, select(rows, model=model), NAMES[model])

@@ -24,6 +24,8 @@ from oled_moe.trace_stats import TraceRows, activation, routing_stability
 from oled_moe.traces import RoutingTrace
 
 FIGURE = "10"
+# Bins with fewer tokens than this, over all workloads, are left out: one token says nothing.
+FEWEST_TOKENS = 20
 
 
 def row_of(trace: RoutingTrace, **labels: object) -> Row:
@@ -63,7 +65,7 @@ def pooled(rows: list[Row], kind: int, bin_id: int, kept: int | None = None) -> 
         if value is not None:
             total += count * (value if kept is None else value[kept])
             weight += count
-    return total / weight if weight else None
+    return total / weight if weight >= FEWEST_TOKENS else None
 
 
 def _curves(rows: list[Row]) -> Table:
@@ -77,7 +79,9 @@ def _curves(rows: list[Row]) -> Table:
         lines.append((_name(model), *cells, f"{mean:.2f}"))
     paper = [FIG_10["stability_low"].value, FIG_10["stability_high"].value]
     lines.append(("paper", f"{paper[0]:.2f}", *["-"] * 8, f"{paper[1]:.2f}", "-"))
-    return Table("10a: stability by confidence, all tokens.", header, tuple(lines))
+    return Table(
+        "10a: stability by confidence, all tokens; -: fewer than 20.", header, tuple(lines)
+    )
 
 
 def _ends(rows: list[Row]) -> Table:

@@ -6,8 +6,17 @@ python -m experiments.paper.fig_14.plot
 from matplotlib.figure import Figure
 
 from experiments.paper.common import MODELS, Row, mean_of, select
+from experiments.paper.fig_14.run import COPIES_ALONE
 from experiments.paper.paper_numbers import FIG_14
-from experiments.paper.plots import BLUE, POLICY_COLOURS, legend_below, lines, plot_figure, subplots
+from experiments.paper.plots import (
+    BLUE,
+    PINK,
+    POLICY_COLOURS,
+    legend_below,
+    lines,
+    plot_figure,
+    subplots,
+)
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -21,11 +30,11 @@ def draw(rows: list[Row]) -> Figure:
             label: [mean_of(select(each, label=label), "ttft_s") for each in by_length]
             for label in labels
         }
-        lines(upper[column], lengths, times, colours=POLICY_COLOURS)
+        lines(upper[column], lengths, times, colours=POLICY_COLOURS | {COPIES_ALONE: PINK})
         upper[column].set_title(f"{model}, C=100")
-        upper[column].set_ylim(bottom=0)
         low, high = FIG_14["ttft_s"].value[model]
         upper[column].axhspan(low, high, color="#dddddd", zorder=0, label="the paper's range")
+        upper[column].set_ylim(0, 1.05 * high)
         active = [100 * mean_of(each, "prefill_active_share") for each in by_length]
         lower[column].plot(lengths, active, color=BLUE, marker="o", label="ours")
         for share in FIG_14["active_share"].value[model]:
@@ -37,7 +46,7 @@ def draw(rows: list[Row]) -> Figure:
             axes.set_xticks(lengths, [str(length) for length in lengths])
     upper[0].set_ylabel("time to first token, s")
     lower[0].set_ylabel("experts active in prefill, %\n(dashed: the paper's three lengths)")
-    legend_below(figure, upper[0])
+    legend_below(figure, upper[0], num_columns=5)
     return figure
 
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator
 
 from experiments.paper.common import (
+    HARDWARE,
     MODELS,
     POLICIES,
     SEEDS,
@@ -18,6 +19,7 @@ from experiments.paper.common import (
     policy_rows,
     run_figure,
     select,
+    simulate_row,
     without_warmup,
 )
 from experiments.paper.paper_numbers import FIG_14
@@ -32,6 +34,8 @@ CAPACITY = 100
 # By the paper's names; the LRU is there to see what prefill costs without any policy.
 LABELS = ("OLED", "FineMoE", "naive (LRU)")
 assert set(LABELS) <= set(POLICIES)
+# The same without the CPU's help, in prefill and in the first block alike.
+COPIES_ALONE = "OLED, copies alone"
 
 
 def make_rows(is_quick: bool) -> Iterator[Row]:
@@ -45,6 +49,11 @@ def make_rows(is_quick: bool) -> Iterator[Row]:
                 labels = {"prompt_tokens": length, "mean_prompt_tokens": mean_prompt(trace)}
                 for row in policy_rows(FIGURE, trace, model, CAPACITY, LABELS, **labels):
                     yield row | {"prefill_active_share": share}
+                row = simulate_row(
+                    FIGURE, trace, POLICIES["OLED"], CAPACITY, HARDWARE[model],
+                    options={"has_cpu_experts": False}, label=COPIES_ALONE, model=model, **labels,
+                )  # fmt: skip
+                yield row | {"prefill_active_share": share}
 
 
 def mean_prompt(trace: RoutingTrace) -> float:
@@ -55,11 +64,13 @@ def mean_prompt(trace: RoutingTrace) -> float:
 
 def tables(rows: list[Row]) -> list[Table]:
     lines = []
+    shown = (*LABELS, COPIES_ALONE)
     for model in MODELS:
         here = select(rows, model=model)
         for length in sorted({row["prompt_tokens"] for row in here}):
-            by = {label: select(here, prompt_tokens=length, label=label) for label in LABELS}
+            by = {label: select(here, prompt_tokens=length, label=label) for label in shown}
             oled, finemoe = by["OLED"], by["FineMoE"]
+            copies = by[COPIES_ALONE]
             over = mean_of(oled, "ttft_s") / mean_of(finemoe, "ttft_s")
             lines.append(
                 (
@@ -69,13 +80,14 @@ def tables(rows: list[Row]) -> list[Table]:
                     cell(oled, "prefill_active_share", scale=100),
                     *(cell(mine, "ttft_s", scale=1e3, digits=0) for mine in by.values()),
                     f"{over:.2f}",
+                    f"{mean_of(copies, 'ttft_s') / mean_of(finemoe, 'ttft_s'):.2f}",
                     f"{cell(oled, 'hit_rate', scale=100)} / "
                     f"{cell(oled, 'expert_cache_utilization', scale=100)}",
                 )
             )
     header = (
-        "model", "prompt, set", "mean", "active in prefill, %", *(f"TTFT {n}, ms" for n in LABELS),
-        "OLED over FineMoE", "OLED, first block: hit rate / utilisation, %",
+        "model", "prompt, set", "mean", "active in prefill, %", *(f"TTFT {n}, ms" for n in shown),
+        "OLED over FineMoE", "copies alone over it", "OLED, first block: hit rate / utilisation, %",
     )  # fmt: skip
     ours = Table("Mixed prompts at C=100, mean of three seeds.", header, tuple(lines))
     shares, times = FIG_14["active_share"].value, FIG_14["ttft_s"].value

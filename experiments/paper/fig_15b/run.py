@@ -124,7 +124,8 @@ def _counts_of_random_ties(trace: RoutingTrace, row: Row) -> Row:
         experts_per_layer=row["capacity"],
         warmup_requests=row["warm_up"],
     ).to_dict()
-    return {name: value for name, value in report.items() if name in row and name != "hardware"}
+    labels = {"policy", "hardware", "trace", "trace_hash"}
+    return {name: value for name, value in report.items() if name in row.keys() - labels}
 
 
 def pairs(rows: list[Row], model: str, capacity: int) -> dict[str, list[float]]:

@@ -3,7 +3,10 @@
 python -m experiments.paper.fig_16a.run
 """
 
+import dataclasses
 from collections.abc import Iterator
+
+import numpy as np
 
 from experiments.paper.common import (
     CAPACITIES,
@@ -18,6 +21,7 @@ from experiments.paper.common import (
     simulate_row,
 )
 from experiments.paper.sweeps import short_mixed
+from oled_moe.traces import RoutingTrace
 from oled_moe.types import LayerDemand, LayerPlan
 
 FIGURE = "16a"
@@ -45,6 +49,21 @@ class ActiveCounter:
         }
 
 
+def while_full(trace: RoutingTrace, batch: int) -> RoutingTrace:
+    """The trace up to the last forward with `batch` sequences; what follows only runs empty."""
+    first_row = trace.forward_row_offset
+    last = np.flatnonzero(np.diff(first_row) == batch)[-1]
+    num_rows = int(first_row[last + 1])
+    num_tokens = int(trace.row_token_offset[num_rows])
+    cut = {
+        name: array[: num_rows + 1 if name == "row_token_offset" else num_rows]
+        if name.startswith("row_")
+        else array[:num_tokens]
+        for name, array in trace.tensors().items()
+    }
+    return dataclasses.replace(trace, **cut)
+
+
 def make_rows(is_quick: bool) -> Iterator[Row]:
     for model in MODELS:
         for batch in BATCHES[:3] if is_quick else BATCHES:
@@ -52,6 +71,7 @@ def make_rows(is_quick: bool) -> Iterator[Row]:
             trace = short_mixed(
                 model, 0, batch_size=batch, num_requests=max(6, 2 * batch), answer_tokens=48
             )
+            trace = while_full(trace, batch)
             for capacity in CAPACITIES:
                 for policy in POLICIES:
                     counter = ActiveCounter()
@@ -59,7 +79,8 @@ def make_rows(is_quick: bool) -> Iterator[Row]:
                         FIGURE, trace, policy, capacity, HARDWARE[model],
                         options={"observers": (counter,)}, model=model, batch=batch,
                     )  # fmt: skip
-                    yield row | counter.numbers()
+                    # Requests that were cut off have no time per token.
+                    yield row | counter.numbers() | {"tpot_s": None, "num_tokens": None}
 
 
 def tables(rows: list[Row]) -> list[Table]:

@@ -16,7 +16,7 @@ from experiments.paper.common import (
     select,
     simulate_row,
 )
-from experiments.paper.paper_numbers import FIG_17A
+from experiments.paper.paper_numbers import FIG_17A, FIG_18B
 from experiments.paper.sweeps import cell, changes, over_seeds, short_mixed
 from oled_moe.hardware import load_hardware
 
@@ -71,6 +71,8 @@ def _sizes(rows: list[Row]) -> Table:
                     model,
                     str(capacity),
                     cell(oled, "tpot_s", scale=1e3),
+                    cell(oled, "forward_s", scale=1e3),
+                    _paper_forward(model, capacity),
                     over_seeds(slowdowns(rows, model, "oled", capacity), scale=100),
                     "-" if paper is None else f"{100 * paper:.0f}",
                     over_seeds(slowdowns(rows, model, "naive-lru", capacity), scale=100),
@@ -80,12 +82,19 @@ def _sizes(rows: list[Row]) -> Table:
             )
         full = select(rows, model=model, policy=FULL, overhead=SOFTWARE)
         tpot = cell(full, "tpot_s", scale=1e3)
-        lines.append((model, "256, all", tpot, "0", "-", "0", "100", "-"))
+        forward = cell(full, "forward_s", scale=1e3)
+        lines.append((model, "256, all", tpot, forward, "-", "0", "-", "0", "100", "-"))
     header = (
-        "model", "C", "TPOT of oled, ms", "over full residency, %", "paper", "naive-lru over it, %",
-        "hit rate oled / naive-lru, %", "utilisation of oled, %",
+        "model", "C", "TPOT of oled, ms", "its forward, ms", "paper", "over full residency, %",
+        "paper", "naive-lru over it, %", "hit rate oled / naive-lru, %",
+        "utilisation of oled, %",
     )  # fmt: skip
     return Table("Mixed workload, mean of three seeds.", header, tuple(lines))
+
+
+def _paper_forward(model: str, capacity: int) -> str:
+    seconds = FIG_18B["forward_s"].value.get((model, capacity))
+    return "-" if seconds is None else f"{1e3 * seconds:.0f}"
 
 
 def _without_overhead(rows: list[Row]) -> Table:

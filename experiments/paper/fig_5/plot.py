@@ -40,7 +40,8 @@ def draw(rows: list[Row]) -> Figure:
     left.set_ylabel("TPOT over the ideal cache's")
     grouped_bars(right, list(cells), used, colours=POLICY_COLOURS)
     right.set_ylabel("expert cache utilisation, %")
-    figure.suptitle("Synthetic traces, mixed workload; whiskers: the farthest of three seeds", fontsize=9)
+    title = "Synthetic traces, mixed workload; whiskers: the farthest of three seeds"
+    figure.suptitle(title, fontsize=9)
     legend_below(figure, left)
     return figure
 

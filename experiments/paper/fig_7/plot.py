@@ -8,7 +8,19 @@ from matplotlib.figure import Figure
 
 from experiments.paper.common import Row, mean_of, select
 from experiments.paper.paper_numbers import FIG_7
-from experiments.paper.plots import BLACK, BLUE, GREEN, GREY, ORANGE, plot_figure, subplots
+from experiments.paper.plots import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    HATCHES,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    plot_figure,
+    subplots,
+)
 
 NAMES = {"mini": "synthetic mini", "flash": "synthetic flash", "demo": "demo, recorded"}
 COLOURS = {"mini": BLUE, "flash": ORANGE, "demo": GREEN}
@@ -44,7 +56,7 @@ def _boundaries(axes: Axes, rows: list[Row]) -> None:
         here = select(rows, model=model)
         means = [sum(row["boundaries"][label] for row in here) / len(here) for label in labels]
         places = [x + 0.27 * (index - 1) for x in range(len(labels))]
-        hatch = ("", "///", "...")[index]
+        hatch = HATCHES[index]
         axes.bar(places, means, 0.27, color=COLOURS[model], hatch=hatch, edgecolor="white",
                  label=name)  # fmt: skip
     axes.axhline(FIG_7["boundary"].value, color=BLACK, linestyle="--", linewidth=1)
@@ -60,11 +72,11 @@ def _boundaries(axes: Axes, rows: list[Row]) -> None:
 def _cosines(axes: Axes, rows: list[Row]) -> None:
     demo = select(rows, model="demo")
     kinds = list(demo[0]["hidden_cosine_by_kind"])
-    colours = (BLUE, ORANGE, GREEN)
+    colours = (PINK, SKY, RED)
     for index, row in enumerate(demo):
         values = [row["hidden_cosine"], *row["hidden_cosine_by_kind"].values()]
         places = [x + 0.27 * (index - 1) for x in range(len(values))]
-        hatch = ("", "///", "...")[index]
+        hatch = HATCHES[index]
         axes.bar(places, values, 0.27, color=colours[index], hatch=hatch, edgecolor="white",
                  label=row["workload"])  # fmt: skip
     axes.axhline(FIG_7["hidden_cosine"].value, color=BLACK, linestyle="--", linewidth=1)

@@ -291,7 +291,7 @@ POLICIES: dict[str, PolicyEntry] = {
     "paged-lru": PolicyEntry(
         paged_lru.build,
         "experts as pages: LRU by single use, copies block the layer",
-        "mixtral-offloading, dvmazur/mixtral-offloading",
+        "vLLM PR 37190 (fixed cache per layer, LRU)",
     ),
     "n-cpu-moe": PolicyEntry(
         n_cpu_moe.build,

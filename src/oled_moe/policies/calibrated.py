@@ -6,6 +6,7 @@ expert came back after this kind of forward. Nothing is assumed about confidence
 thing to count by.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -271,7 +272,7 @@ class ReuseEstimator:
         token_of = match_tokens(seen.rows, seen.starts, demand.context)
         is_wanted = np.zeros((len(demand.topk_ids) + 1, num_experts), dtype=np.bool_)
         # The row behind the last is that of tokens that are gone: it wants nothing.
-        np.put_along_axis(is_wanted[:-1], demand.topk_ids, True, axis=1)
+        is_wanted[np.arange(len(demand.topk_ids))[:, None], demand.topk_ids] = True
         is_kept = is_wanted[token_of[:, None], seen.topk_ids]
         self._token_rates.learn(seen.codes, is_kept)
         if len(seen.history_tokens):
@@ -309,17 +310,18 @@ class ReuseEstimator:
         num_experts = self._shape.num_experts
         seen = self._seen[layer]
         assert seen is not None
-        means = self._layer_hits[layer, kind] / self._layer_trials[layer, kind]
+        means = bounded(self._layer_hits[layer, kind] / self._layer_trials[layer, kind])
         # An expert that has not been seen enough in this situation is taken to be as popular in it,
         # for its layer, as it is in all.
-        mean_uses = (self._uses[layer].mean() + 1) / (self._num_uses[layer] + 2)
-        uses = (self._uses[layer] + 4 * mean_uses) / (self._num_uses[layer] + 4)
-        lean = _POPULARITY_SHARE * (logit(np.clip(uses, _LEAST, _MOST)) - logit(mean_uses))
-        prior = 1 / (1 + np.exp(-(logit(np.clip(means, _LEAST, _MOST))[:, None] + lean)))
+        num_uses = float(self._num_uses[layer])
+        mean_uses = (float(self._uses[layer].sum()) / num_experts + 1) / (num_uses + 2)
+        uses = (self._uses[layer] + 4 * mean_uses) / (num_uses + 4)
+        lean = _POPULARITY_SHARE * (logit(bounded(uses)) - math.log(mean_uses / (1 - mean_uses)))
+        prior = 1 / (1 + np.exp(-(logit(means)[:, None] + lean)))
         rates = (self._expert_hits[layer, kind].reshape(2, -1) + _PRIOR_WEIGHT * prior) / (
             self._expert_trials[layer, kind].reshape(2, -1) + _PRIOR_WEIGHT
         )
-        rates = np.clip(rates, _LEAST, _MOST)
+        rates = bounded(rates)
         own: FloatArray = np.where(seen.is_active, rates[1], rates[0])
         if demand.context.is_prefill or (kind == _COMMIT and self._ingredients.transition):
             return own
@@ -331,10 +333,17 @@ class ReuseEstimator:
             # An expert that the token asks for now is counted there.
             is_new = ~(ids[:, :, None] == demand.topk_ids[tokens][:, None, :]).any(axis=2)
             log_miss += np.bincount(ids.ravel(), (misses * is_new).ravel(), num_experts)
-        by_tokens = np.clip(1 - (1 - rates[0]) * np.exp(log_miss), _LEAST, _MOST)
+        by_tokens = bounded(1 - (1 - rates[0]) * np.exp(log_miss))
         log_odds = _TOKEN_SHARE * logit(by_tokens) + (1 - _TOKEN_SHARE) * logit(own)
         probabilities: FloatArray = 1 / (1 + np.exp(-log_odds))
         return probabilities
+
+
+def bounded(probability: FloatArray) -> FloatArray:
+    """Nothing is certain: away from 0 and 1."""
+    # Much faster than np.clip on arrays of this size.
+    inside: FloatArray = np.minimum(np.maximum(probability, _LEAST), _MOST)
+    return inside
 
 
 def logit(probability: FloatArray) -> FloatArray:

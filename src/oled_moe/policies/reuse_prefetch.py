@@ -14,6 +14,7 @@ import numpy.typing as npt
 from oled_moe.policies.calibrated import (
     NUM_KINDS,
     Rates,
+    bounded,
     kind_of,
     logit,
     match_tokens,
@@ -37,7 +38,6 @@ _STILL_WORD, _STILL_MASK, _NEW_WORD = range(3)
 _NUM_FATES = 3
 _MEMORY, _PRIOR_WEIGHT = 0.98, 8.0
 _TOKEN_SHARE = 0.6
-_LEAST, _MOST = 0.005, 0.995
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class ReusePrefetchPolicy:
         hits = self._expert_hits[layer, transition].reshape(2, -1)
         trials = self._expert_trials[layer, transition].reshape(2, -1)
         rates = (hits + _PRIOR_WEIGHT * means[:, None]) / (trials + _PRIOR_WEIGHT)
-        rates = np.clip(rates, _LEAST, _MOST)
+        rates = bounded(rates)
         own = np.where(seen.is_active, rates[1], rates[0])
         token_of = match_tokens(seen.rows, seen.starts, context)
         tokens = (token_of >= 0).nonzero()[0]
@@ -157,7 +157,7 @@ class ReusePrefetchPolicy:
                 nobody = np.zeros(len(history_ids), dtype=np.int64)
                 misses = self._history_rates[layer].log_misses(nobody, self._shape.top_k)
                 log_miss += np.bincount(history_ids.ravel(), misses.ravel(), num_experts)
-            by_tokens = np.clip(1 - (1 - rates[0]) * np.exp(log_miss), _LEAST, _MOST)
+            by_tokens = bounded(1 - (1 - rates[0]) * np.exp(log_miss))
             log_odds = _TOKEN_SHARE * logit(by_tokens) + (1 - _TOKEN_SHARE) * logit(own)
             probabilities = 1 / (1 + np.exp(-log_odds))
         return _Guess(
@@ -229,7 +229,7 @@ class ReusePrefetchPolicy:
         if not len(guess.tokens):
             return
         is_wanted = np.zeros((len(demand.topk_ids), num_experts), dtype=np.bool_)
-        np.put_along_axis(is_wanted, demand.topk_ids, True, axis=1)
+        is_wanted[np.arange(len(demand.topk_ids))[:, None], demand.topk_ids] = True
         kept = is_wanted[guess.token_of[:, None], guess.seen.topk_ids[guess.tokens]]
         self._token_rates[layer].learn(guess.codes, kept)
         if len(guess.history_ids):
