@@ -138,26 +138,32 @@ def test_what_tokens_keep_ranks_above_what_they_change() -> None:
 
 
 def test_state_tells_new_words_from_old_masks() -> None:
-    """A mask keeps its experts until it becomes a word; confidence 1 says that it will."""
+    """A mask keeps its experts until it becomes a word; the most confident one is next."""
+    random = np.random.default_rng(3)
     with_state, without = estimator_of(), estimator_of(state=False, confidence=False)
-    forward_id = 0
-    for block in range(40):
+    for block in range(60):
+        # Other experts in every block: no expert's own record tells anything.
+        experts = random.permutation(12).tolist()
+        others = [experts[2:4], experts[4:6]]
         for step in range(2):
-            states = [MASKED] * 4 if step == 0 else [FIXED, MASKED, MASKED, MASKED]
-            context = context_of(forward_id, states, block_id=block, step_id=step + 1)
-            first = [0, 1] if step == 0 else [8 + block % 4, 4]
+            states = [MASKED] * 3 if step == 0 else [FIXED, MASKED, MASKED]
+            context = context_of(
+                2 * block + step,
+                states,
+                block_id=block,
+                step_id=step + 1,
+                confidence=[0.9, 0.5, 0.5] if step == 0 else [1.0, 0.6, 0.5],
+            )
+            first = experts[0:2] if step == 0 else experts[6:8]
+            gaps = []
             for estimator in (with_state, without):
-                estimator.observe(demand(context, [first, [2, 3], [2, 3], [2, 3]]))
-            forward_id += 1
-    # The next forward is again one of masks only, of which the first is the next word.
-    context = context_of(
-        forward_id, [MASKED] * 4, block_id=99, step_id=1, confidence=[0.9, 0.5, 0.5, 0.5]
-    )
-    for estimator in (with_state, without):
-        estimator.observe(demand(context, [[0, 1], [2, 3], [2, 3], [2, 3]]))
-    assert with_state.probabilities[0, 2] > with_state.probabilities[0, 0]
-    gap = with_state.probabilities[0, 2] - with_state.probabilities[0, 0]
-    assert gap > without.probabilities[0, 2] - without.probabilities[0, 0]
+                estimator.observe(demand(context, [first, *others]))
+                found = estimator.probabilities[0]
+                gaps.append(found[others].min() - found[experts[0:2]].max())
+            if step == 0:
+                last_gaps = gaps
+    with_gap, without_gap = last_gaps
+    assert with_gap > 0.2 and with_gap > without_gap + 0.1
 
 
 def test_after_a_commit_only_the_experts_own_record_counts() -> None:
@@ -234,14 +240,24 @@ def test_other_tokens_without_positions_are_refused_by_value() -> None:
         ReuseEstimator(SHAPE, Ingredients(), prefill="head")
 
 
-def test_scores_are_the_probabilities() -> None:
-    retention = CalibratedRetentionPolicy(estimator_of())
+def test_who_is_likely_stays_and_who_is_not_goes_by_age() -> None:
+    retention = CalibratedRetentionPolicy(estimator_of(), SHAPE.num_layers)
     router = FakeRouter(SHAPE, seed=0)
-    for each in router.forward():
-        retention.observe(each)
-        ids = np.array([3, 5])
-        scores = retention.keep_scores(ids, each)
-        assert scores.tolist() == retention.estimator.probabilities[each.layer][ids].tolist()
+    for _ in range(3):
+        demands = router.forward(1, num_wanted=2)
+        for each in demands:
+            retention.observe(each)
+    estimator, last = retention.estimator, demands[0]
+    estimator.probabilities[0] = [0.9, 0.5, 0.04, 0.04, 0.2, *[0.01] * 7]
+    estimator._age[0] = [30, 0, 5, 2, 1, *range(6, 13)]
+    everyone = np.arange(12)
+    order = np.argsort(-retention.keep_scores(everyone, last), kind="stable").tolist()
+    assert order == [0, 1, 4, 3, 2, *range(5, 12)]
+    # With twice the room of what is wanted, 0.2 is unlikely too, and its age decides.
+    retention.resize(np.array([12, 12]))
+    estimator._age[0, 4] = 9
+    order = np.argsort(-retention.keep_scores(everyone, last), kind="stable").tolist()
+    assert order[:4] == [0, 1, 3, 2] and order.index(4) > order.index(5)
 
 
 def test_over_all_layers_the_next_one_to_run_goes_first() -> None:

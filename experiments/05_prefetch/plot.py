@@ -16,6 +16,7 @@ from experiments.paper.plots import (
     ORANGE,
     RED,
     SKY,
+    grouped_bars,
     legend_below,
     subplots,
 )
@@ -23,6 +24,8 @@ from experiments.studies import plot_study
 
 STUDY = "05_prefetch"
 TARGET = 10
+# Where most is useful; elsewhere nearly all is late.
+BYTES_OF = "testbed-a"
 KINDS = {"useful": (GREEN, ""), "late": (ORANGE, "///"), "wasted": (GREY, "...")}
 LINES = {8: (SKY, MARKERS[1]), 32: (BLUE, MARKERS[2]), 64: (BLACK, MARKERS[0])}
 
@@ -30,14 +33,14 @@ LINES = {8: (SKY, MARKERS[1]), 32: (BLUE, MARKERS[2]), 64: (BLACK, MARKERS[0])}
 def draw(rows: list[Row]) -> Figure:
     grid_rows = select(rows, part="grid")
     cells = list({(row["model"], row["machine"]): None for row in grid_rows})
-    figure, grid = subplots(2, 4, figsize=(10, 5.2))
+    figure, grid = subplots(3, 3, figsize=(10, 7.6))
     panels = [axes for line in grid for axes in line]
     for axes, (model, machine) in zip(panels, cells, strict=False):
         draw_machine(axes, select(grid_rows, model=model, machine=machine))
         axes.set_title(f"{model}, {machine}")
-    for line in grid:
-        line[0].set_ylabel("above busiest lane, %")
-    draw_bytes(panels[len(cells)], select(grid_rows, model="mini", machine="rtx4090-ddr5"))
+        axes.set_ylabel("above busiest lane, %")
+    draw_bytes(panels[-2], select(grid_rows, model="mini", machine=BYTES_OF))
+    draw_cpu(panels[-1], select(rows, part="cpu"))
     legend_below(figure, panels[0], num_columns=5)
     return figure
 
@@ -75,9 +78,29 @@ def draw_bytes(axes: Axes, rows: list[Row]) -> None:
         )  # fmt: skip
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     axes.grid(visible=False, axis="x")
-    axes.set_title(f"Copied ahead, {most} staging slots")
-    axes.set_ylabel("GB (mini, rtx4090-ddr5)")
+    axes.set_title(f"Copied ahead: mini, {BYTES_OF}, {most} staging")
+    axes.set_ylabel("GB")
     axes.set_xlabel("slots per layer")
+    axes.legend(fontsize=7)
+
+
+def draw_cpu(axes: Axes, rows: list[Row]) -> None:
+    """What prefetch does to a forward where the CPU computes misses too."""
+    most = max(row["num_staging"] for row in rows)
+    machines = list({row["machine"]: None for row in rows})
+    series: dict[str, list[float]] = {}
+    for row in select(rows, num_staging=most, has_prefetch=True):
+        (base,) = select(
+            rows, num_staging=most, has_prefetch=False, machine=row["machine"],
+            capacity=row["capacity"],
+        )  # fmt: skip
+        change = 100 * (row["forward_s"] / base["forward_s"] - 1)
+        series.setdefault(f"C = {row['capacity']}", []).append(change)
+    names = [name.partition("-")[0] if "rtx" in name else name for name in machines]
+    grouped_bars(axes, names, series)
+    axes.axhline(0, color=BLACK, linewidth=0.8)
+    axes.set_title(f"CPU experts on: mini, {most} staging")
+    axes.set_ylabel("time with prefetch, % more")
     axes.legend(fontsize=7)
 
 

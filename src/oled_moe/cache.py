@@ -15,7 +15,7 @@ from oled_moe.errors import ConfigError
 from oled_moe.policies import OffloadPolicy
 from oled_moe.policies.allocation import uniform_capacities
 from oled_moe.policies.dispatch import MissSet
-from oled_moe.policies.retention import GlobalRetentionPolicy
+from oled_moe.policies.retention import GlobalRetentionPolicy, SizedRetentionPolicy
 from oled_moe.types import (
     NO_COPIES,
     BoolArray,
@@ -71,6 +71,7 @@ class ExpertCache:
         self.num_staging = num_staging
         self.has_cpu_experts = has_cpu_experts
         self.capacities = uniform_capacities(num_slots, shape)
+        self._tell_sizes()
         self._slot_of = np.full((shape.num_layers, shape.num_experts), -1, dtype=np.int64)
         # Guesses in staging slots; and residents copied ahead that no demand has used yet.
         self._staged_of = np.full_like(self._slot_of, -1)
@@ -264,7 +265,14 @@ class ExpertCache:
         if self.has_cpu_experts and len(load_ids):
             there = np.concatenate((hit_ids, staged_ids)) if len(staged_ids) else hit_ids
             to_cpu = self.policy.dispatch.split(
-                MissSet(demand, load_ids, load_tokens, score_of[load_ids], score_of[there], limit)
+                MissSet(
+                    demand,
+                    load_ids,
+                    load_tokens,
+                    score_of[load_ids],
+                    score_of[there],
+                    limit,
+                )
             )
             cpu_ids = load_ids[to_cpu]
             if len(cpu_ids):
@@ -410,6 +418,7 @@ class ExpertCache:
         numbers = (is_wanted & ~is_resident).ravel().nonzero()[0]
         slots = [self._take(number, self._free.popleft()) for number in numbers.tolist()]
         self.capacities = sizes
+        self._tell_sizes()
         return CopyPlan(numbers, np.array(slots, dtype=np.int64))
 
     def _guess(self, guesses: IntArray, layer: int) -> CopyPlan:
@@ -427,7 +436,10 @@ class ExpertCache:
             return self._guess_into_pool(numbers, layer)
         # Streams of the layers to come need slots to pass through.
         reserve = max(1, self.num_staging // 4)
-        numbers = numbers[: max(0, self.num_staging - reserve - self._num_staged)]
+        most = self.num_staging - reserve - self._num_staged
+        if self.has_cpu_experts:
+            most = min(most, self.policy.prefetch.most_beside_cpu)
+        numbers = numbers[: max(0, most)]
         slots = [self._free.popleft() for _ in range(len(numbers))]
         self._staged_of.ravel()[numbers] = slots
         self._owner[slots] = numbers
@@ -463,6 +475,10 @@ class ExpertCache:
             slots.append(slot)
         return CopyPlan(np.array(taken, dtype=np.int64), np.array(slots, dtype=np.int64))
 
+    def _tell_sizes(self) -> None:
+        if isinstance(self.policy.retention, SizedRetentionPolicy):
+            self.policy.retention.resize(self.capacities)
+
     def _unstage(self, layer: int, ids: IntArray) -> None:
         """Guesses stop being guesses; what becomes of their slots is the caller's to say."""
         self._staged_of[layer][ids] = -1
@@ -479,6 +495,7 @@ class ExpertCache:
             capacities = self.policy.allocation.end_forward(self.capacities)
             if capacities is not None:
                 self.capacities = capacities
+                self._tell_sizes()
 
     def end_request(self, request_id: int) -> None:
         """A request has ended, well or not."""

@@ -170,6 +170,8 @@ class CostModel:
     cpu_base_s: float
     cpu_token_s: float
     mean_tokens_per_miss: float
+    # Of a layer besides its routed experts, when the copy lane has nothing urgent.
+    layer_overhead_s: float = 0.0
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile, expert_bytes: int) -> "CostModel":
@@ -179,7 +181,13 @@ class CostModel:
             cpu_base_s=expert_bytes / profile.cpu_weight_bytes_per_s,
             cpu_token_s=expert_bytes / profile.cpu_token_weight_bytes_per_s,
             mean_tokens_per_miss=profile.mean_tokens_per_miss,
+            layer_overhead_s=profile.layer_overhead_s,
         )
+
+    @property
+    def num_idle_copies(self) -> int:
+        """Experts that can be copied while a layer does other things than wait for experts."""
+        return int(self.layer_overhead_s / self.transfer_s)
 
     def cpu_s(self, num_tokens: float) -> float:
         """Time of one expert on the CPU for `num_tokens` of at least one token.

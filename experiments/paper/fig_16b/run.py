@@ -16,7 +16,7 @@ from experiments.paper.common import (
     simulate_row,
     without_warmup,
 )
-from experiments.paper.sweeps import short_mixed
+from experiments.paper.sweeps import ANSWER_TOKENS, short_mixed
 from oled_moe.trace_stats import TraceRows, activation
 from oled_moe.types import Phase
 
@@ -24,12 +24,15 @@ FIGURE = "16b"
 LENGTHS = (1, 2, 4, 8, 16, 32, 64)
 SIZES = (10, 20, 40, 80, 120, 160, 200)
 POLICY = "oled"
+# Steps of these are set against a step of the paper's default.
+BASE, COMPARED = 16, (1, 4, 32, 64)
 
 
 def make_rows(is_quick: bool) -> Iterator[Row]:
     for model in MODELS:
-        for length in LENGTHS[3:5] if is_quick else LENGTHS:
-            trace = short_mixed(model, 0, block_length=length)
+        for length in LENGTHS:
+            size = 16 if is_quick else ANSWER_TOKENS
+            trace = short_mixed(model, 0, block_length=length, answer_tokens=size)
             measured = without_warmup(trace)
             steps = int((measured.row_phase == Phase.DENOISE).sum())
             tokens = sum(request.num_generated_tokens for request in measured.requests)
@@ -52,7 +55,7 @@ def best(rows: list[Row], model: str, capacity: int) -> int:
 
 
 def tables(rows: list[Row]) -> list[Table]:
-    return [_times(rows, model) for model in MODELS] + [_traces(rows)]
+    return [_times(rows, model) for model in MODELS] + [_steps(rows), _traces(rows)]
 
 
 def _times(rows: list[Row], model: str) -> Table:
@@ -68,6 +71,25 @@ def _times(rows: list[Row], model: str) -> Table:
     return Table(
         f"TPOT of oled on {model}, ms, by block length; best in bold.", header, tuple(lines)
     )
+
+
+def _steps(rows: list[Row]) -> Table:
+    lines = []
+    for capacity in SIZES:
+        texts = []
+        for model in MODELS:
+            here = select(rows, model=model, capacity=capacity)
+            base = select(here, block_length=BASE)[0]["forward_s"]
+            for length in COMPARED:
+                step = select(here, block_length=length)[0]["forward_s"]
+                texts.append(f"{step / base:.2f}")
+        lines.append((str(capacity), *texts))
+    header = ("C", *(f"{model}, B={length}" for model in MODELS for length in COMPARED))
+    title = (
+        f"Time of a step over a block of {BASE}'s: how many times its tokens a step of another"
+        " length must yield to pay."
+    )
+    return Table(title, header, tuple(lines))
 
 
 def _traces(rows: list[Row]) -> Table:

@@ -125,7 +125,7 @@ def _oled_plus(
     if is_global:
         retention = GlobalCalibratedRetentionPolicy(estimator, inputs.shape)
     else:
-        retention = CalibratedRetentionPolicy(estimator)
+        retention = CalibratedRetentionPolicy(estimator, inputs.shape.num_layers)
     adapts = (
         not is_global
         and parameters.choice("allocation", ("adaptive", "uniform"), "adaptive") == "adaptive"
@@ -169,7 +169,11 @@ def _with_prefetch(
     return replace(
         policy,
         prefetch=ReusePrefetchPolicy(
-            inputs.shape, depth=depth, least_probability=least, has_history=has_words
+            inputs.shape,
+            depth=depth,
+            least_probability=least,
+            has_history=has_words,
+            most_beside_cpu=inputs.costs.num_idle_copies,
         ),
         needs=policy.needs | ({"token_ids"} if has_words else set()),
     )

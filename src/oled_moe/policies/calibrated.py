@@ -45,8 +45,22 @@ _MAX_COUNT = 1000.0
 _EXPERT_MEMORY, _LAYER_MEMORY = 0.98, 0.99
 # How many forwards of the layer's average an expert's own rate starts from.
 _PRIOR_WEIGHT = 4.0
-# Share of the tokens' evidence against the expert's own record, in log odds.
-_TOKEN_SHARE = 0.6
+_PRIOR_HITS, _MOST_PRIOR = 1.0, 200.0
+# Forwards since an expert was last active, in classes: four for each doubling from 4 on.
+_AGE_CLASS = np.concatenate(
+    ([0], np.unique(np.round(4 * np.log2(np.arange(1, 513))), return_inverse=True)[1] + 1)
+)
+_NUM_AGES = int(_AGE_CLASS[-1]) + 1
+_LOG_AGE = np.log1p(np.arange(len(_AGE_CLASS))) / np.log(len(_AGE_CLASS))
+# Of retention: below which chance an expert is ranked by age alone, with little and with much room;
+# how many times its demand a layer must hold to have much; what age costs the others.
+_UNLIKELY, _UNLIKELY_WITH_ROOM, _ROOMY = 0.05, 0.3, 2.0
+_AGE_PENALTY = 0.1
+# What the evidence of tokens, of the expert's own record and of its age weigh at first, in log
+# odds, behind a constant; and how fast that is adjusted.
+_FIRST_WEIGHTS = (0.0, 0.6, 0.2, 0.2)
+_LEARNING_RATE = 0.05
+_AGE_MEMORY = 0.9995
 _USES_MEMORY, _POPULARITY_SHARE = 0.99, 0.4
 _LEAST, _MOST = 0.005, 0.995
 
@@ -84,6 +98,9 @@ class _Seen:
     is_active: IntArray
     history_tokens: IntArray
     history_ids: IntArray
+    age_classes: IntArray
+    evidence: FloatArray
+    probabilities: FloatArray
 
 
 class Rates:
@@ -144,11 +161,16 @@ class ReuseEstimator:
         self._token_rates = Rates(num_codes, num_ranks, 0.5)
         self._history_rates = Rates(num_codes, num_ranks, 0.3)
         # How often an expert is active in the forward after one of some kind, by whether it was
-        # active in that: [layer, kind, was active, expert]; and the mean over experts.
+        # active in that: [layer, kind, was active, expert].
         rates = (shape.num_layers, NUM_KINDS, 2 * shape.num_experts)
         self._expert_hits, self._expert_trials = np.zeros(rates), np.zeros(rates)
-        self._layer_hits = np.full((shape.num_layers, NUM_KINDS, 2), 0.4)
-        self._layer_trials = np.ones((shape.num_layers, NUM_KINDS, 2))
+        # The same by how long an expert has not been active, over all experts of a layer.
+        self._age_hits = np.full((NUM_KINDS, _NUM_AGES), 0.3)
+        self._age_trials = np.ones((NUM_KINDS, _NUM_AGES))
+        self._age = np.full((shape.num_layers, shape.num_experts), len(_AGE_CLASS) - 1)
+        # How the kinds of evidence are weighed, by kind of forward; and the sum of squared slopes.
+        self._weights = np.tile(np.array(_FIRST_WEIGHTS), (NUM_KINDS, 2, 1))
+        self._slopes = np.ones_like(self._weights)
         # How often an expert is active at all: [layer, expert].
         self._uses = np.zeros((shape.num_layers, shape.num_experts))
         self._num_uses = np.zeros(shape.num_layers)
@@ -173,15 +195,14 @@ class ReuseEstimator:
             self._follow(context)
         is_active = np.zeros(self._shape.num_experts, dtype=np.int64)
         is_active[demand.expert_ids] = 1
-        seen = self._seen[layer]
-        if seen is not None:
-            self._learn(layer, seen, demand, is_active)
-        if self._prefill == "tail" and context.is_prefill:
-            is_active = self._active_in_tails(demand)
+        earlier = self._seen[layer]
+        if earlier is not None:
+            self._learn(layer, earlier, demand, is_active)
+        age_classes = self._age_classes(layer, is_active)
         codes = self._codes_of(context)
         kind = kind_of(context.rows) if self._ingredients.transition else 0
         history_tokens, history_ids = self._recall(layer, demand)
-        self._seen[layer] = _Seen(
+        seen = self._seen[layer] = _Seen(
             context.rows,
             row_starts(context),
             kind,
@@ -190,8 +211,20 @@ class ReuseEstimator:
             is_active,
             history_tokens,
             history_ids,
+            age_classes,
+            np.empty((0, 0)),
+            np.empty(0),
         )
-        self.probabilities[layer] = self._predict(layer, demand, codes, kind)
+        self.probabilities[layer] = self._predict(layer, demand, seen)
+
+    def mean_active(self, layer: int) -> float:
+        """How many experts the layer wants in a forward, on average."""
+        return float(self._uses[layer].sum()) / max(1.0, float(self._num_uses[layer]))
+
+    def log_age(self, layer: int) -> FloatArray:
+        """Logarithm of the forwards since each expert was last active, from 0 to 1; float64 [E]."""
+        found: FloatArray = _LOG_AGE[self._age[layer]]
+        return found
 
     def end_request(self, request_id: int) -> None:
         """Forget where a request was."""
@@ -241,6 +274,14 @@ class ReuseEstimator:
         parts = [self._codes[row.request_id] for row in context.rows]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def _age_classes(self, layer: int, is_active: IntArray) -> IntArray:
+        """int64 [E]. Mutates: the ages, by one forward."""
+        age = self._age[layer]
+        np.minimum(age + 1, len(_AGE_CLASS) - 1, out=age)
+        age[is_active > 0] = 0
+        classes: IntArray = _AGE_CLASS[age]
+        return classes
+
     def _active_in_tails(self, demand: LayerDemand) -> IntArray:
         """Active in the last block of each row, which the first block to come resembles."""
         is_active = np.zeros(self._shape.num_experts, dtype=np.int64)
@@ -252,20 +293,25 @@ class ReuseEstimator:
         return is_active
 
     def _learn(self, layer: int, seen: _Seen, demand: LayerDemand, is_active: IntArray) -> None:
-        num_experts = self._shape.num_experts
+        num_experts, kind = self._shape.num_experts, seen.kind
         cells = seen.is_active * num_experts + self._experts
-        hits, trials = self._expert_hits[layer, seen.kind], self._expert_trials[layer, seen.kind]
-        self._uses[layer] = _USES_MEMORY * self._uses[layer] + is_active
-        self._num_uses[layer] = _USES_MEMORY * self._num_uses[layer] + 1
+        hits, trials = self._expert_hits[layer, kind], self._expert_trials[layer, kind]
         hits[cells] = _EXPERT_MEMORY * hits[cells] + is_active
         trials[cells] = _EXPERT_MEMORY * trials[cells] + 1
-        num_were = int(seen.is_active.sum())
-        num_stayed = int(is_active[seen.is_active > 0].sum())
-        new_hits = (int(is_active.sum()) - num_stayed, num_stayed)
-        self._layer_hits[layer, seen.kind] *= _LAYER_MEMORY
-        self._layer_hits[layer, seen.kind] += new_hits
-        self._layer_trials[layer, seen.kind] *= _LAYER_MEMORY
-        self._layer_trials[layer, seen.kind] += (num_experts - num_were, num_were)
+        self._uses[layer] = _USES_MEMORY * self._uses[layer] + is_active
+        self._num_uses[layer] = _USES_MEMORY * self._num_uses[layer] + 1
+        for counts, new in (
+            (self._age_hits[kind], np.bincount(seen.age_classes, is_active, _NUM_AGES)),
+            (self._age_trials[kind], np.bincount(seen.age_classes, minlength=_NUM_AGES)),
+        ):
+            counts *= _AGE_MEMORY
+            counts += new
+        # One step down the slope of the log loss, its length by how steep it used to be.
+        error = seen.probabilities - is_active
+        of_active = seen.evidence @ (error * seen.is_active)
+        slope = np.stack((seen.evidence @ error - of_active, of_active))
+        self._slopes[kind] += slope * slope
+        self._weights[kind] -= _LEARNING_RATE * slope / np.sqrt(self._slopes[kind])
         if seen.rows[0].phase == Phase.PREFILL:
             # A prompt's tokens do not come again.
             return
@@ -305,38 +351,52 @@ class ReuseEstimator:
             return nothing
         return np.array([token for token, _ in found]), np.array([ids for _, ids in found])
 
-    def _predict(self, layer: int, demand: LayerDemand, codes: IntArray, kind: int) -> FloatArray:
-        """float64 [E]."""
-        num_experts = self._shape.num_experts
-        seen = self._seen[layer]
-        assert seen is not None
-        means = bounded(self._layer_hits[layer, kind] / self._layer_trials[layer, kind])
-        # An expert that has not been seen enough in this situation is taken to be as popular in it,
-        # for its layer, as it is in all.
+    def _predict(self, layer: int, demand: LayerDemand, seen: _Seen) -> FloatArray:
+        """float64 [E]. Mutates: `seen`, which keeps the evidence to learn from."""
+        num_experts, kind = self._shape.num_experts, seen.kind
+        # An expert that has not been seen enough in this situation is taken to come back as those
+        # of its age do, more or less by how popular it is.
         num_uses = float(self._num_uses[layer])
         mean_uses = (float(self._uses[layer].sum()) / num_experts + 1) / (num_uses + 2)
         uses = (self._uses[layer] + 4 * mean_uses) / (num_uses + 4)
-        lean = _POPULARITY_SHARE * (logit(bounded(uses)) - math.log(mean_uses / (1 - mean_uses)))
-        prior = 1 / (1 + np.exp(-(logit(means)[:, None] + lean)))
-        rates = (self._expert_hits[layer, kind].reshape(2, -1) + _PRIOR_WEIGHT * prior) / (
-            self._expert_trials[layer, kind].reshape(2, -1) + _PRIOR_WEIGHT
+        lean = logit(bounded(uses)) - math.log(mean_uses / (1 - mean_uses))
+        age_rates = bounded(self._age_hits[kind] / self._age_trials[kind])
+        by_age = logit(age_rates)[seen.age_classes] + _POPULARITY_SHARE * lean
+        prior = 1 / (1 + np.exp(-by_age))
+        weight = np.minimum(_PRIOR_HITS / prior, _MOST_PRIOR) + _PRIOR_WEIGHT
+        cells = seen.is_active * num_experts + self._experts
+        hits, trials = self._expert_hits[layer, kind], self._expert_trials[layer, kind]
+        own = (hits[cells] + weight * prior) / (trials[cells] + weight)
+        evidence = np.zeros((len(_FIRST_WEIGHTS), num_experts))
+        evidence[0], evidence[2], evidence[3] = 1.0, logit(bounded(own)), by_age
+        is_boundary = kind == _COMMIT and self._ingredients.transition
+        if demand.context.is_prefill:
+            if self._prefill == "tail":
+                evidence[1] = 2 * self._active_in_tails(demand) - 1
+        elif not is_boundary:
+            back = hits[:num_experts] + _PRIOR_WEIGHT * age_rates[1]
+            unasked = back / (trials[:num_experts] + _PRIOR_WEIGHT)
+            evidence[1] = logit(bounded(1 - (1 - unasked) * np.exp(self._log_miss(demand, seen))))
+        seen.evidence = evidence
+        odds_inactive, odds_active = self._weights[kind] @ evidence
+        log_odds = np.where(seen.is_active, odds_active, odds_inactive)
+        seen.probabilities = bounded(1 / (1 + np.exp(-log_odds)))
+        return seen.probabilities
+
+    def _log_miss(self, demand: LayerDemand, seen: _Seen) -> FloatArray:
+        """log Π(1 − q) over the tokens that ask for an expert; float64 [E]."""
+        num_experts = self._shape.num_experts
+        misses = self._token_rates.log_misses(seen.codes, demand.topk_ids.shape[1])
+        log_miss = np.bincount(demand.topk_ids.ravel(), misses.ravel(), num_experts).astype(
+            float, copy=False
         )
-        rates = bounded(rates)
-        own: FloatArray = np.where(seen.is_active, rates[1], rates[0])
-        if demand.context.is_prefill or (kind == _COMMIT and self._ingredients.transition):
-            return own
-        misses = self._token_rates.log_misses(codes, demand.topk_ids.shape[1])
-        log_miss = np.bincount(demand.topk_ids.ravel(), misses.ravel(), num_experts)
         if len(seen.history_tokens):
             tokens, ids = seen.history_tokens, seen.history_ids
-            misses = self._history_rates.log_misses(codes[tokens], ids.shape[1])
+            misses = self._history_rates.log_misses(seen.codes[tokens], ids.shape[1])
             # An expert that the token asks for now is counted there.
             is_new = ~(ids[:, :, None] == demand.topk_ids[tokens][:, None, :]).any(axis=2)
             log_miss += np.bincount(ids.ravel(), (misses * is_new).ravel(), num_experts)
-        by_tokens = bounded(1 - (1 - rates[0]) * np.exp(log_miss))
-        log_odds = _TOKEN_SHARE * logit(by_tokens) + (1 - _TOKEN_SHARE) * logit(own)
-        probabilities: FloatArray = 1 / (1 + np.exp(-log_odds))
-        return probabilities
+        return log_miss
 
 
 def bounded(probability: FloatArray) -> FloatArray:
@@ -397,18 +457,36 @@ def match_tokens(
 
 
 class CalibratedRetentionPolicy:
-    """Keeps what the layer's next forward most likely wants (see `ReuseEstimator`)."""
+    """Keeps what the layer's next forward most likely wants (see `ReuseEstimator`).
 
-    is_stack = True
+    The score is that probability, less a little for age. Who is hardly expected next is ranked by
+    age alone: what comes back later counts then, and that the estimate does not know. Where a
+    layer has twice the slots of what it wants at a time, that goes for everybody who is not likely.
+    """
 
-    def __init__(self, estimator: ReuseEstimator) -> None:
+    # Scores depend on how many slots there are.
+    is_stack = False
+
+    def __init__(self, estimator: ReuseEstimator, num_layers: int) -> None:
         self.estimator = estimator
+        self._capacities = np.zeros(num_layers, dtype=np.int64)
+
+    def resize(self, capacities: IntArray) -> None:
+        self._capacities = capacities
 
     def observe(self, demand: LayerDemand) -> None:
         self.estimator.observe(demand)
 
     def keep_scores(self, expert_ids: IntArray, demand: LayerDemand) -> FloatArray:
-        scores: FloatArray = self.estimator.probabilities[demand.layer][expert_ids]
+        layer, estimator = demand.layer, self.estimator
+        is_roomy = self._capacities[layer] >= _ROOMY * estimator.mean_active(layer)
+        probabilities = estimator.probabilities[layer][expert_ids]
+        age = estimator.log_age(layer)[expert_ids]
+        scores: FloatArray = np.where(
+            probabilities >= (_UNLIKELY_WITH_ROOM if is_roomy else _UNLIKELY),
+            probabilities - _AGE_PENALTY * age,
+            -1 - age,
+        )
         return scores
 
     def start_forward(self, context: ForwardContext) -> None:
@@ -430,7 +508,7 @@ class GlobalCalibratedRetentionPolicy(CalibratedRetentionPolicy):
     """
 
     def __init__(self, estimator: ReuseEstimator, shape: MoeShape) -> None:
-        super().__init__(estimator)
+        super().__init__(estimator, shape.num_layers)
         self._num_layers = shape.num_layers
 
     def all_scores(self, demand: LayerDemand) -> FloatArray:

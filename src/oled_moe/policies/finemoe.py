@@ -173,6 +173,7 @@ class ExpertMapPolicy:
 
     is_stack = False
     fills_pool = True
+    most_beside_cpu = 0
 
     def __init__(
         self,

@@ -162,6 +162,7 @@ class ActivationMatrixPolicy:
 
     is_stack = False
     fills_pool = True
+    most_beside_cpu = 0
 
     def __init__(
         self, shape: MoeShape, *, trace_capacity: int, budget: int, is_global: bool = False

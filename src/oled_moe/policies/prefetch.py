@@ -13,10 +13,13 @@ class PrefetchPolicy(Protocol):
     """Names experts of layers to come.
 
     `fills_pool`: a guess takes one of its layer's own slots at once, and some resident's place,
-    as in MoE-Infinity and FineMoE; otherwise it waits in a staging slot.
+    as in MoE-Infinity and FineMoE; otherwise it waits in a staging slot. `most_beside_cpu`: with
+    CPU experts, most guesses into staging at a time; one whose copy has not begun when its layer
+    wants it has to be copied then, where the CPU might have been quicker.
     """
 
     fills_pool: bool
+    most_beside_cpu: int
 
     def predict(self, context: ForwardContext, demand: LayerDemand | None) -> IntArray:
         """Experts to copy now, int64 [N] as layer · E + expert, most urgent first.

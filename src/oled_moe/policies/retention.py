@@ -5,7 +5,7 @@ expert; the layer keeps the best, ties to the lower id. It never sees who is res
 """
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +27,15 @@ class RetentionPolicy(Protocol):
 
     def keep_scores(self, expert_ids: IntArray, demand: LayerDemand) -> FloatArray:
         """Finite scores float64 [N] for ids int64 [N] of the demand's layer."""
+        ...
+
+
+@runtime_checkable
+class SizedRetentionPolicy(RetentionPolicy, Protocol):
+    """Retention that ranks otherwise where there is much room."""
+
+    def resize(self, capacities: IntArray) -> None:
+        """Told at start and whenever they change: the slots int64 [L] of every layer."""
         ...
 
 

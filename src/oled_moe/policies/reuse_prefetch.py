@@ -71,7 +71,8 @@ class ReusePrefetchPolicy:
     """Guesses for the next `depth` layers: experts with at least `least_probability`, best first.
 
     `has_history` also guesses where a mask that has just become a word goes, by where that word
-    was routed when it was new before; it needs token ids.
+    was routed when it was new before; it needs token ids. `most_beside_cpu`: guesses at a time
+    where the CPU computes misses too; what the copy lane can take before the layer is due.
     Source: architecture.md 4, prefetch into staging; the estimate is that of `calibrated.py` with
     the fates of tokens known.
     """
@@ -85,7 +86,9 @@ class ReusePrefetchPolicy:
         depth: int = 1,
         least_probability: float = 0.4,
         has_history: bool = False,
+        most_beside_cpu: int = 0,
     ) -> None:
+        self.most_beside_cpu = most_beside_cpu
         self._shape = shape
         self._depth = depth
         self._least_probability = least_probability
