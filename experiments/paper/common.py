@@ -108,7 +108,7 @@ def mixed(model: str, **options: Any) -> RoutingTrace:
 def demo_trace(family: str, slow: bool = False, *, num_warmup: int | None = None) -> RoutingTrace:
     """A trace recorded from the demo model (results/traces); `slow`: one token a step.
 
-    The first requests are the warm-up: 5 of 25, or 1 of the 5 slow ones.
+    The first requests are the warm-up: 5 of 60, or 1 of the 12 slow ones.
     """
     trace = load_trace(demo_path(family, slow))
     if num_warmup is None:
