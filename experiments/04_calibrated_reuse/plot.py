@@ -98,7 +98,7 @@ def draw_synthetic(axes: Axes, rows: list[Row]) -> None:
     axes.set_xlabel("slots per layer, of 256 experts")
     axes.set_ylabel("misses, % of oled's")
     axes.set_title("Synthetic traces at the paper's sizes")
-    axes.legend(fontsize=7, loc="upper left", handlelength=3)
+    axes.legend(fontsize=7, loc="lower left", handlelength=3)
 
 
 def misses(rows: Sequence[Row]) -> int:
