@@ -403,6 +403,18 @@ def _spread(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
     return {f"{key}_{name}": float(value) for key, value in zip(keys, values, strict=True)}
 
 
+def _drift_of(result: CaseResult) -> str | None:
+    """A word where a hit rate goes on changing from one repetition to the next."""
+    rates = result.series("hit_rate")
+    if len(rates) < 2 or abs(rates[-1] - rates[0]) < 0.02:
+        return None
+    return (
+        f"The hit rate of {result.case.label} went from {rates[0]:.1%} in the first repetition to "
+        f"{rates[-1]:.1%} in the last: the same prompts come again, and it learns from them or "
+        "keeps their experts. Its intervals are a trend, not noise: give more prompts or warm-up."
+    )
+
+
 def _tiers(device: str) -> dict[str, str]:
     if device == "cpu":
         return {"src": "disk", "dst": "ram"}
@@ -425,6 +437,7 @@ def _notes_on(results: Sequence[CaseResult], tokens: TokenCheck) -> list[str]:
     num_failed = sum(bool(r.error) for result in results for r in result.requests)
     if num_failed:
         notes.append(f"{num_failed} requests failed and are in no time and no ratio.")
+    notes += [note for result in results if (note := _drift_of(result)) is not None]
     if tokens.difference is not None and not tokens.must_agree:
         notes.append(
             "Answers differ between cases: experts ran on the CPU, which rounds otherwise. Times "
@@ -849,7 +862,7 @@ def _notes_before(setup: Mapping[str, Any]) -> list[str]:
     if not setup["is_idle"]:
         notes.append(
             f"The machine was not idle: other processes kept {setup['other_busy_cores']:.1f} cores "
-            "busy. Counts are exact all the same, times are not."
+            "busy, which shows in times."
         )
     if setup["is_emulated"]:
         notes.append(

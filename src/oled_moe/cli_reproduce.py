@@ -114,12 +114,22 @@ def _reproduce(
         _run(experiment, "plot", [*place, *([] if out is None else ["--rows", place[1]])])
     missing = "the plot needs matplotlib; install it with `pip install oled-moe[plot]`"
     if as_json:
-        report = {"figure": experiment.figure, "title": experiment.title, "tables": tables}
-        report |= {"rows": str(rows), "plot": str(plot) if has_plot else None}
+        report: dict[str, Any] = {
+            "figure": experiment.figure,
+            "title": experiment.title,
+            "scope": _SCOPE,
+            "tables": tables,
+            "rows": str(rows),
+            "plot": str(plot) if has_plot else None,
+        }
         print_json(report if has_plot else {**report, "error": missing})
         return None if has_plot else MissingDependencyError.exit_code
     _print(experiment, tables)
-    quick = ", of fewer requests: the committed rows are as they were" if flags.quick else ""
+    quick = " (rewritten)"
+    if flags.plot_only:
+        quick = ""
+    elif flags.quick:
+        quick = ", of fewer requests: the committed rows are as they were"
     print(f"Rows: {rows}{quick}")
     if not has_plot:
         raise MissingDependencyError(missing)
@@ -128,8 +138,15 @@ def _reproduce(
     return None
 
 
+_SCOPE = (
+    "Ours: simulated on profiles from data sheets, routing synthetic or the demo model's, unless a "
+    "column says measured.\nThe paper's: on its own machines and checkpoints."
+)
+
+
 def _print(experiment: _Experiment, tables: list[dict[str, Any]]) -> None:
     print(f"Figure {experiment.figure}: {experiment.title}")
+    print(_SCOPE)
     for table in tables:
         print(f"\n{table['title']}\n")
         print_table(table["header"], table["rows"])

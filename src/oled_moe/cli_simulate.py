@@ -157,6 +157,8 @@ def _replay_all(
     """A report for every policy and size, and what else is to be said of each."""
     sizes = _sizes(trace, flags)
     policies = flags.policy or [DEFAULT_POLICY]
+    if flags.gantt is not None and flags.gantt.suffix.lower() != ".svg":
+        raise ConfigError(f"gantt is {str(flags.gantt)!r}; the picture is an SVG: name it FILE.svg")
     if flags.gantt is not None and len(policies) * len(sizes) > 1:
         raise ConfigError("gantt draws one run; give one --policy and one --experts-per-layer")
     if flags.forward is not None and flags.gantt is None:
@@ -283,14 +285,18 @@ def _print_results(
             )
     first = results[0]
     print()
-    where = "measured here" if is_measured else "not measured: see the profile's note"
+    where = (
+        "measured here"
+        if is_measured
+        else ("from data sheets, not measured: its JSON in oled_moe/hardware says how")
+    )
     cpu = "with CPU experts" if first.has_cpu_experts else "without CPU experts"
     print_rows(
         [
             ("simulated on", f"{first.hardware} ({where}), {cpu}"),
             ("trace", f"{first.trace}, {first.trace_source}, sha256 {first.trace_hash[:12]}"),
             (
-                "measured",
+                "counted",
                 f"{first.num_forwards} forwards of {first.num_requests} requests, "
                 f"{first.num_tokens} tokens"
                 + (f", after {first.warmup_requests} to warm up" if first.warmup_requests else ""),

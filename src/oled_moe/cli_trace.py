@@ -296,7 +296,7 @@ def _parse_entry(place: str, line: str) -> dict[str, Any]:
         raise InputError(f"{place}: is no object; write one with prompt, messages or prompt_ids")
     kinds = [name for name in ("prompt", "messages", "prompt_ids") if name in entry]
     if len(kinds) != 1:
-        found = " and ".join(kinds) or "none of them"
+        found = " and ".join(kinds or sorted(map(repr, entry))) or "nothing"
         raise InputError(f"{place}: has {found}; give one of prompt, messages, prompt_ids")
     value = entry[kinds[0]]
     if kinds[0] == "prompt" and not isinstance(value, str):

@@ -18,7 +18,7 @@ _LANE_NAMES = {DEVICE: "device", COPY: "copy lane", CPU: "CPU"}
 # Kind: what the legend says, colour in light mode, colour in dark mode.
 _KINDS = {
     "software": ("software", "#9aa0a8", "#7d838c"),
-    "dense": ("attention, router, head", "#9aa0a8", "#7d838c"),
+    "dense": ("attention, router, head, software", "#9aa0a8", "#7d838c"),
     "shared": ("shared expert", "#6f7782", "#a5acb6"),
     "hit": ("hits", "#2f8f4e", "#4fc274"),
     "staged": ("copied ahead, run", "#7a4fb5", "#b08be6"),

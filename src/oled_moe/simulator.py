@@ -14,7 +14,7 @@ from oled_moe.cache import ExpertCache
 from oled_moe.config import check_int
 from oled_moe.costs import CostModel, HardwareProfile
 from oled_moe.counters import ExpertCounters, ratio
-from oled_moe.errors import ConfigError
+from oled_moe.errors import ConfigError, TraceError
 from oled_moe.policies import OffloadPolicy, build_policy, is_clairvoyant
 from oled_moe.policies.allocation import uniform_capacities
 from oled_moe.policies.dispatch import MissSet
@@ -290,6 +290,13 @@ class _Replay:
         num_layers = self._trace.shape.num_layers
         # Copied before time 0: the engine loads these before it takes requests.
         cache.place()
+        try:
+            self._trace.check_needs(self._policy.needs)
+        except TraceError as error:
+            raise TraceError(
+                f"policy {self._policy.name!r}: {error}; its parameters may do without it "
+                "(finemoe:maps=topk does)"
+            ) from None
         for forward in self._trace.forwards(self._policy.needs):
             context = forward.context
             is_measured = all(row.request_id >= self._warmup_requests for row in context.rows)

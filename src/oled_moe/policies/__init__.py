@@ -305,7 +305,7 @@ POLICIES: dict[str, PolicyEntry] = {
     ),
     "belady": PolicyEntry(
         _belady,
-        "keeps what is wanted soonest, knowing the trace; every miss is loaded",
+        "keeps what is wanted soonest, knowing the trace: a bound on hits, every miss loaded",
         "Belady 1966, with bypass",
         is_clairvoyant=True,
     ),
