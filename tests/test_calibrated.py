@@ -360,3 +360,21 @@ def test_guesses_combine_with_any_retention(base: str) -> None:
     policy = policy_of(f"{base}:prefetch=reuse,depth=2,least=0.3", SHAPE)
     assert isinstance(policy.prefetch, ReusePrefetchPolicy)
     assert policy_of(base, SHAPE).prefetch is None
+
+
+def test_an_interrupt_leaves_nothing_half_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimator, router = estimator_of(), FakeRouter(SHAPE, seed=5)
+    for each in router.forward():
+        estimator.observe(each)
+    whole = ReuseEstimator._predict
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ReuseEstimator, "_predict", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        estimator.observe(router.forward()[0])
+    monkeypatch.setattr(ReuseEstimator, "_predict", whole)
+    for each in router.forward():
+        estimator.observe(each)
+    assert np.isfinite(estimator.probabilities).all()

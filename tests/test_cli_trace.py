@@ -173,7 +173,7 @@ def test_record_plain_text_and_raw(tmp_path: Path, run: Run) -> None:
         ("\n \n", "holds no prompt"),
         ('{"prompt": "a"}\n{"prompt": ', "line 2: is no JSON"),
         ('{"prompt": "a"}\n\n[1]', "line 3: is no object"),
-        ('{"text": "a"}', "line 1: has none of them"),
+        ('{"text": "a"}', "line 1: has 'text'"),
         ('{"prompt": "a", "prompt_ids": [1]}', "line 1: has prompt and prompt_ids"),
         ('{"prompt": 3}', "line 1: prompt is 3"),
         ('{"prompt_ids": [1, "2"]}', "line 1: prompt_ids is"),
@@ -197,3 +197,13 @@ def test_prompt_files_that_cannot_be_read(tmp_path: Path, run: Run) -> None:
     for file, words in ((latin, "UTF-8"), (tmp_path / "none", "cannot be read")):
         code, _, err = run("trace", "record", "demo", "--prompts", file, "--out", tmp_path / "a")
         assert code == 2 and words in err
+
+
+def test_prompts_behind_a_byte_order_mark_and_with_odd_line_ends(tmp_path: Path) -> None:
+    from oled_moe.cli_shared import read_prompt_lines
+
+    path = tmp_path / "prompts"
+    path.write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\n{"prompt": "c"}\n'.encode())
+    is_json, lines = read_prompt_lines(path)
+    assert is_json and [line for _, line in lines] == ['{"prompt": "a\u2028b"}', '{"prompt": "c"}']
+    assert lines[1][0].endswith("line 3")

@@ -542,3 +542,13 @@ def test_tokenizer_with_ids_beyond_the_vocabulary(tiny: Path, tmp_path: Path) ->
     write_tokenizer(tmp_path)
     with open_engine(tmp_path) as engine, pytest.raises(InputError, match="allowed: 0 to 257"):
         engine.generate("<|filler|>", PARAMS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_an_engine_that_cannot_be_made_leaves_no_threads(tiny: Path, device: str) -> None:
+    before = threading.active_count()
+    for _ in range(2):
+        # The placement does not fit, which shows when all lanes are there.
+        with pytest.raises(ConfigError, match="n-cpu-moe"):
+            open_engine(tiny, device, policy="n-cpu-moe:n=0", experts_per_layer=1)
+    assert threading.active_count() == before

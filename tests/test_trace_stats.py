@@ -232,3 +232,12 @@ def test_a_trace_that_only_prefills_has_no_statistics() -> None:
     trace = synthesize(SMALL)
     phase = np.zeros_like(trace.row_phase)
     assert describe_trace(replace(trace, row_phase=phase)) is None
+
+
+def test_means_go_by_the_groups_there_are() -> None:
+    from oled_moe.trace_stats import _group_means, _means_by
+
+    groups, values = np.array([0, 2**31 - 1, 0]), np.array([1.0, 5.0, 3.0])
+    assert _means_by(groups, values) == {0: 2.0, 2**31 - 1: 5.0}
+    # A step that no block can have is not told one by one.
+    assert _group_means(groups, values)[0] == 2.0 and len(_group_means(groups, values)) < 2000

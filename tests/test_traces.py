@@ -233,7 +233,7 @@ def test_every_key_is_needed(path: Path, name: str) -> None:
         ("expert_bytes", True, "1 or more"),
         ("block_length", -1, "1 or more"),
         ("threshold", None, "0 or more"),
-        ("threshold", float("nan"), "0 or more"),
+        ("threshold", -0.5, "0 or more"),
         ("requests", {}, "a list of objects"),
         ("requests", [], "one or more"),
         ("requests", [1], "an object"),
@@ -529,3 +529,11 @@ def test_recorder_refuses_what_it_cannot_record() -> None:
         )
     with pytest.raises(TraceError, match="nothing was recorded"):
         TraceRecorder(shape).build({}, model_type="m", model_name="m", block_length=2, threshold=1)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_numbers_that_are_none_are_refused_wherever_they_stand(number: str) -> None:
+    from oled_moe.traces import _parse_header
+
+    with pytest.raises(TraceError, match="is no JSON"):
+        _parse_header({"oled_moe_trace": '{"version": 1, "someone_elses": ' + number + "}"})

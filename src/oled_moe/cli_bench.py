@@ -26,6 +26,7 @@ from oled_moe.cli_shared import (
     print_json,
     print_rows,
     print_table,
+    read_prompt_lines,
     status_line,
     use_log_flags,
     wrapped,
@@ -272,28 +273,16 @@ def read_prompts(path: Path) -> "list[Prompt]":
 
     Raises: InputError naming the line that is no prompt.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); name a text file") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text ({error}); convert it first") from None
-    is_json = path.suffix == ".jsonl"
-    prompts = [
-        _json_prompt(f"{path}, line {number}", line) if is_json else line
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not prompts:
-        raise InputError(f"{path}: holds no prompt; write one a line")
-    return prompts
+    is_json, lines = read_prompt_lines(path)
+    is_json |= path.suffix == ".jsonl"
+    return [_json_prompt(place, line) if is_json else line for place, line in lines]
 
 
 def _json_prompt(where: str, line: str) -> "Prompt":
     allowed = 'write {"prompt": "text"} or {"prompt_ids": [1, 2]}'
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"{where}: is not JSON; {allowed}") from None
     if isinstance(value, str) and value:
         return value

@@ -20,6 +20,7 @@ import typer
 import oled_moe
 from oled_moe.cli_flags import MODEL_HELP, flag
 from oled_moe.config import EngineConfig, check_choice
+from oled_moe.errors import InputError
 
 if TYPE_CHECKING:
     from oled_moe.engine import Engine
@@ -119,6 +120,25 @@ def status_line(*, is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
     finally:
         if is_shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def read_prompt_lines(path: Path) -> tuple[bool, list[tuple[str, str]]]:
+    """Whether a file holds JSON lines, and (where it stands, line) of every line with something.
+
+    JSON lines if the first such line is an object. Raises: InputError for what is no text file.
+    """
+    try:
+        # Whatever wrote the file may have put a byte order mark before it.
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be read as UTF-8 text ({reason})") from None
+    # Not splitlines: what JSON and people call a line ends with a line feed alone.
+    lines = [(n, line.removesuffix("\r")) for n, line in enumerate(text.split("\n"), 1)]
+    found = [(f"{path}, line {n}", line) for n, line in lines if line.strip()]
+    if not found:
+        raise InputError(f"{path}: holds no prompt; write one a line")
+    return found[0][1].lstrip().startswith("{"), found
 
 
 def versions() -> dict[str, str]:

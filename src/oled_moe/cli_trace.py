@@ -26,6 +26,7 @@ from oled_moe.cli_shared import (
     print_json,
     print_rows,
     print_table,
+    read_prompt_lines,
     status_line,
     use_log_flags,
 )
@@ -248,6 +249,8 @@ def _free_path(out: Path, *, overwrite: bool) -> Path:
 
     Raises: InputError.
     """
+    if not out.name:
+        raise InputError(f"out is {str(out)!r}; name a file")
     if not out.name.endswith(SUFFIX):
         stem = out.name.removesuffix(".safetensors").removesuffix(".trace")
         out = out.with_name(stem + SUFFIX)
@@ -272,25 +275,17 @@ def _write(trace: "RoutingTrace", path: Path, *, as_json: bool) -> None:
 
 def _read_prompts(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Where each prompt stands in the file, and its fields. Raises: InputError naming the line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); name a text file") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text ({error}); convert it first") from None
-    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if not lines:
-        raise InputError(f"{path}: holds no prompt; write one a line")
-    # A file is JSON lines if its first line is an object; any other line is then an error.
-    if not lines[0][1].lstrip().startswith("{"):
-        return [(f"{path}, line {n}", {"prompt": line}) for n, line in lines]
-    return [(f"{path}, line {n}", _parse_entry(f"{path}, line {n}", line)) for n, line in lines]
+    is_json, lines = read_prompt_lines(path)
+    if not is_json:
+        return [(place, {"prompt": line}) for place, line in lines]
+    return [(place, _parse_entry(place, line)) for place, line in lines]
 
 
 def _parse_entry(place: str, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+        json.dumps(entry, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{place}: is no JSON ({error}); write one object a line") from None
     if not isinstance(entry, dict):
         raise InputError(f"{place}: is no object; write one with prompt, messages or prompt_ids")
@@ -479,12 +474,13 @@ def _print_stability(stats: "TraceStats", top_k: int) -> None:
 
 def _print_consistency(stats: "TraceStats", top_k: int) -> None:
     found = stats.consistency
+    srp = "-" if found.srp is None else f"{found.srp:.3f}"
     print("\nLocal routing consistency (moe-lrc)")
     print_rows(
         [
             (
                 "SRP",
-                f"{found.srp:.3f}: the best F1 of one set of experts for all tokens of a block, "
+                f"{srp}: the best F1 of one set of experts for all tokens of a block, "
                 f"{found.srp_size:.1f} times K of them",
             )
         ]

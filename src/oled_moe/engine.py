@@ -209,14 +209,20 @@ class Engine:
         self._tiers = _build_experts(
             config, self.memory_plan, self.policy, store, self.hardware, progress
         )
-        self.model = family.build(
-            self.model_config,
-            weights,
-            self._tiers.experts,
-            dtype=sizes.layout.dtype,
-            # A request's last block may run past the context; blocks are no longer than it.
-            num_positions=2 * self.max_model_len,
-        )
+        # An engine that fails here or is dropped unclosed must not leave its threads behind.
+        self._release = weakref.finalize(self, self._tiers.close)
+        try:
+            self.model = family.build(
+                self.model_config,
+                weights,
+                self._tiers.experts,
+                dtype=sizes.layout.dtype,
+                # A request's last block may run past the context; blocks are no longer than it.
+                num_positions=2 * self.max_model_len,
+            )
+        except BaseException:
+            self._release()
+            raise
         self.dtype = sizes.layout.dtype
         self.outcome_observers: list[Callable[[ForwardOutcome], None]] = []
         self._decoder = BlockDiffusionDecoder(
@@ -227,8 +233,6 @@ class Engine:
         self._turn_owner: threading.Thread | None = None
         self._process_id = os.getpid()
         self._num_requests = 0
-        # An engine that is dropped without being closed must not leave its threads behind.
-        self._release = weakref.finalize(self, self._tiers.close)
         self._outer_threads = torch.get_num_threads()
         is_small = sizes.layout.weight_bytes < _SMALL_EXPERT_BYTES
         torch.set_num_threads(config.threads or (1 if is_small else self._outer_threads))
@@ -681,8 +685,13 @@ def _build_experts(
         cpu_lane=cpu,
         host_store=host,
     )
-    if plan.holds_all_experts:
-        pool.fill(cache.fill(), tell("experts to slots"))
-    else:
-        pool.fill(cache.place(), tell("placed experts to slots"))
-    return _Tiers(experts, pool, layout, lanes, host or store)
+    tiers = _Tiers(experts, pool, layout, lanes, host or store)
+    try:
+        if plan.holds_all_experts:
+            pool.fill(cache.fill(), tell("experts to slots"))
+        else:
+            pool.fill(cache.place(), tell("placed experts to slots"))
+    except BaseException:
+        tiers.close()
+        raise
+    return tiers

@@ -97,7 +97,7 @@ class Consistency:
     Source: Liang et al., arXiv 2505.16056; ljcleo/moe-lrc, src/30_srp_calc.py, src/40_sch_calc.py.
     """
 
-    srp: float
+    srp: float | None
     srp_size: float
     srp_per_layer: list[float | None]
     sch: dict[int, float]
@@ -419,7 +419,7 @@ def routing_consistency(rows: TraceRows) -> Consistency:
     per_layer = [_best_f1(*layer, length)[0] for layer in zip(taken, matches, strict=True)]
     sizes_of_cache = _cache_sizes(rows.trace.top_k, rows.trace.num_experts)
     return Consistency(
-        srp=srp,
+        srp=_plain(np.array([srp]))[0],
         srp_size=float(taken.sum(axis=0)[best]) * length / num_pairs,
         srp_per_layer=_plain(np.array(per_layer)),
         sch=_best_hits(counts_NLE, sizes_of_cache),
@@ -504,14 +504,20 @@ def _nanmean(values_NL: FloatArray) -> FloatArray:
 
 def _means_by(group_N: npt.NDArray[Any], values_N: FloatArray) -> dict[int, float]:
     is_known = ~np.isnan(values_N)
-    counts = np.bincount(group_N[is_known])
-    sums = np.bincount(group_N[is_known], weights=values_N[is_known])
-    return {int(i): float(sums[i] / counts[i]) for i in np.flatnonzero(counts)}
+    # By the groups there are, not up to the largest: a file may say any number.
+    groups, place_N = np.unique(group_N[is_known], return_inverse=True)
+    counts = np.bincount(place_N, minlength=len(groups))
+    sums = np.bincount(place_N, values_N[is_known], len(groups))
+    return dict(zip(groups.tolist(), (sums / np.maximum(counts, 1)).tolist(), strict=True))
+
+
+# Steps of a block that are told one by one.
+_MOST_STEPS = 1024
 
 
 def _group_means(group_N: npt.NDArray[Any], values_N: FloatArray) -> list[float | None]:
     means = _means_by(group_N, values_N)
-    return [means.get(index) for index in range(int(group_N.max()) + 1)]
+    return [means.get(index) for index in range(min(int(group_N.max()), _MOST_STEPS) + 1)]
 
 
 def _plain(values: FloatArray) -> list[float | None]:

@@ -8,6 +8,7 @@ K experts per token, E experts per layer, H hidden size.
 """
 
 import json
+import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -479,7 +480,11 @@ def load_trace(path: str | Path) -> RoutingTrace:
     row and what is allowed where something in it is wrong.
     """
     path = Path(path)
-    if not path.exists():
+    try:
+        is_there = path.exists()
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if not is_there:
         raise TraceNotFoundError(f"{path}: there is no such file; name a trace, NAME{SUFFIX}")
     if not path.is_file():
         raise TraceError(f"{path}: is not a file; name a trace, NAME{SUFFIX}")
@@ -539,7 +544,7 @@ def _parse_header(metadata: Mapping[str, str] | None) -> dict[str, Any]:
     if text is None:
         raise TraceError(f"has no metadata {METADATA_KEY}; it is no routing trace")
     try:
-        header = json.loads(text)
+        header = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise TraceError(f"metadata {METADATA_KEY}: is no JSON ({error})") from None
     if not isinstance(header, dict):
@@ -556,6 +561,17 @@ def _parse_header(metadata: Mapping[str, str] | None) -> dict[str, Any]:
     known = {name: header.pop(name) for name in names}
     known["requests"] = _parse_requests(known["requests"])
     return {**known, "extra": header}
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is out of range")
+    return number
 
 
 def _parse_requests(value: object) -> tuple[TraceRequest, ...]:
@@ -726,6 +742,11 @@ def _check_tokens(trace: RoutingTrace) -> None:
     refuse("token_accepted", is_no_mask, "1 at masked positions (token_state 2) only")
     if trace.token_ids is not None:
         refuse("token_ids", trace.token_ids < -1, "-1 where unknown, else 0 or more")
+    for name in ("gate_scores", "input_embedding"):
+        values = getattr(trace, name)
+        if values is not None:
+            is_wrong = ~np.isfinite(values).reshape(trace.num_tokens, -1).all(axis=1)
+            _refuse_token(trace, name, is_wrong, ~is_wrong, "finite numbers")
     order, is_first = trace._by_position()
     forward = trace.row_forward[trace.token_row()[order]]
     is_twice = np.zeros(trace.num_tokens, dtype=np.bool_)

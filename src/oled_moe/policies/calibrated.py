@@ -202,7 +202,7 @@ class ReuseEstimator:
         codes = self._codes_of(context)
         kind = kind_of(context.rows) if self._ingredients.transition else 0
         history_tokens, history_ids = self._recall(layer, demand)
-        seen = self._seen[layer] = _Seen(
+        seen = _Seen(
             context.rows,
             row_starts(context),
             kind,
@@ -216,6 +216,8 @@ class ReuseEstimator:
             np.empty(0),
         )
         self.probabilities[layer] = self._predict(layer, demand, seen)
+        # Only now: an interrupt on the way must not leave half of it to learn from.
+        self._seen[layer] = seen
 
     def mean_active(self, layer: int) -> float:
         """How many experts the layer wants in a forward, on average."""
