@@ -21,6 +21,7 @@ check: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/simulation.py
 
 figures: $(VENV)/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[plot]'
