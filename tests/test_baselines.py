@@ -486,7 +486,7 @@ def moe_infinity_after_one_request(**options: int | bool) -> ActivationMatrixPol
         shape_of(2, 8, 1),
         trace_capacity=9,
         budget=9,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     policy.target(np.array([2, 2]))
     context = context_of_rows(0, row_of(3))
@@ -577,7 +577,7 @@ def test_visits_end_when_an_expert_leaves() -> None:
         run(cache, context, [[[expert] for expert in ids]])
     assert residents(cache) == [2, 3]
     run(cache, context_of_rows(4, row_of(1)), [[[0]]])
-    view = cache.policy.retention._residents  # type: ignore[attr-defined]
+    view = cache.policy.retention._residents
     assert view.visits[0].tolist()[0] == 1.0
     assert view.is_resident[0].nonzero()[0].tolist() == residents(cache)
 

@@ -99,4 +99,4 @@ def test_profiles_of_earlier_versions_stay_readable(tmp_path: Path) -> None:
 )
 def test_bad_values_are_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
-        replace(DEFAULT_PROFILE, **{name: value})  # type: ignore[arg-type]
+        replace(DEFAULT_PROFILE, **{name: value})

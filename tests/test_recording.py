@@ -132,12 +132,12 @@ def test_hidden_cosine_compares_layer_inputs(engine: Engine) -> None:
         if name == "layers.0.layer_out":
             inputs.append(value.float().clone())
 
-    engine.model.probe = probe  # type: ignore[attr-defined]
+    engine.model.probe = probe
     try:
         trace = record_trace(engine, PROMPTS[:1], PARAMS, include=("hidden_cosine",))
-        assert engine.model.probe is probe  # type: ignore[attr-defined]
+        assert engine.model.probe is probe
     finally:
-        engine.model.probe = None  # type: ignore[attr-defined]
+        engine.model.probe = None
     states = torch.cat(inputs).numpy()
     before = trace.previous_token()
     assert trace.hidden_cosine is not None and len(states) == trace.num_tokens
@@ -160,7 +160,7 @@ def test_an_interrupted_recording_leaves_the_engine_as_it_was(engine: Engine) ->
         record_trace(engine, PROMPTS, PARAMS, include=OPTIONAL, progress=interrupt)
     assert (len(engine.experts.observers), len(engine.outcome_observers)) == before
     assert not engine.experts.wants_gate_scores and not engine.wants_input_embedding
-    assert engine.model.probe is None  # type: ignore[attr-defined]
+    assert engine.model.probe is None
     assert record_trace(engine, PROMPTS[:1], PARAMS).num_forwards > 0
 
 

@@ -29,7 +29,7 @@ ALL = tuple(POLICIES)
 
 def run(trace: RoutingTrace, policy: str, capacity: float, **options: object) -> SimulationReport:
     options = {"hardware": HARDWARE, "has_cpu_experts": False, **options}
-    return simulate(trace, policy, experts_per_layer=capacity, **options)  # type: ignore[arg-type]
+    return simulate(trace, policy, experts_per_layer=capacity, **options)
 
 
 # Rules

@@ -240,7 +240,7 @@ def test_times_scale_with_the_model() -> None:
     assert large.transfer_s - small.transfer_s == pytest.approx(3000 / hardware.copy_bytes_per_s)
     sized = LaneTimes.of(hardware, 1000, {"dense_bytes_per_layer": 8000, "head_bytes": 0})
     assert sized.head_base_s == 0
-    assert sized.shared_base_s == pytest.approx(1000 / hardware.device_weight_bytes_per_s)  # type: ignore[operator]
+    assert sized.shared_base_s == pytest.approx(1000 / hardware.device_weight_bytes_per_s)
     assert sized.layer_base_s == pytest.approx(
-        hardware.layer_overhead_s + 7000 / hardware.device_weight_bytes_per_s  # type: ignore[operator]
+        hardware.layer_overhead_s + 7000 / hardware.device_weight_bytes_per_s
     )

@@ -302,12 +302,14 @@ class Engine:
         self.close()
 
     def _run(self, prompt_ids: list[int], params: DecodingParams) -> Iterator[StepEvent]:
-        self._take_turn()
-        try:
-            yield from self._decode(prompt_ids, params)
-        finally:
-            self._turn_owner = None
-            self._turn.release()
+        self._check_turn()
+        # `with`, so that an interrupt finds no moment at which the turn is nobody's to give back.
+        with self._turn:
+            try:
+                self._turn_owner = threading.current_thread()
+                yield from self._decode(prompt_ids, params)
+            finally:
+                self._turn_owner = None
 
     def _decode(self, prompt_ids: list[int], params: DecodingParams) -> Iterator[StepEvent]:
         counters, experts = DecodingCounters(), ExpertCounters()
@@ -364,7 +366,7 @@ class Engine:
         if not self._release.alive:
             raise OledMoeError("the engine is closed; make a new one")
 
-    def _take_turn(self) -> None:
+    def _check_turn(self) -> None:
         self._check_open()
         if os.getpid() != self._process_id:
             raise OledMoeError(
@@ -376,8 +378,6 @@ class Engine:
                 "this thread is still streaming an answer from this engine; finish or close that "
                 "iterator first"
             )
-        self._turn.acquire()
-        self._turn_owner = threading.current_thread()
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -180,9 +180,15 @@ class ThreadLane:
 
     def cancel(self, event: Event) -> bool:
         item = self._ahead.get(event)
-        if item is None or not self._take(item):
+        if item is None:
             return False
-        item.event.fire()
+        with self._lock:
+            if item.is_taken:
+                return False
+            # Fired first: an interrupt in between must not leave an event that nobody fires.
+            item.event.fire()
+            item.is_taken = True
+            del self._ahead[event]
         return True
 
     def _item(self, work: Work, after: Sequence[Event]) -> _Item:
