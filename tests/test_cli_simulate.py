@@ -101,7 +101,7 @@ def test_several_runs_are_a_list(run: Run, trace: Path) -> None:
 def test_a_table_says_where_numbers_come_from(run: Run, trace: Path) -> None:
     code, out, _ = run(trace, "--policy", "lfu", "--policy", "oracle", "--experts-per-layer", 3)
     assert code == 0
-    assert "simulated on  testbed-a (not measured" in out
+    assert "simulated on  testbed-a (from data sheets, not measured" in out
     assert "tiny.trace.safetensors, synthetic, sha256" in out
     assert "lfu" in out and "oracle" in out
 
