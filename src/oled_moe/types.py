@@ -209,8 +209,8 @@ class LayerPlan:
     `wave_sizes`, where not empty, makes loads synchronous: the copies of a wave are complete
     before any of its kernels run (the first wave holds hits and staged too), and the next wave's
     copies begin when those kernels are done. They sum to the loads.
-    `capacity` is what utilisation is measured by: the layer's slots, or more where it has yet to
-    shrink.
+    `capacity` is what utilisation is measured by: the layer's slots, more where it has yet to
+    shrink, and what it held where all layers share one pool.
     Shapes: all int64; hit_ids, staged_ids and cpu_ids ascending; freed_slots in any order.
     """
 

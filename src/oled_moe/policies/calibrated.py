@@ -41,9 +41,10 @@ _NUM_STATES = _NEXT_ACCEPTED + 2
 _SURE = 0.95
 # Counts are halved when they reach this many, so that old evidence fades.
 _MAX_COUNT = 1000.0
-# Weight on the past of an expert's own rates, per forward, and of the layer's, per forward.
-_EXPERT_MEMORY, _LAYER_MEMORY = 0.98, 0.99
-# How many forwards of the layer's average an expert's own rate starts from.
+# Weight on the past of an expert's own rates, per forward.
+_EXPERT_MEMORY = 0.98
+# From how many forwards of experts like it an expert's own rate starts: these, and as many more as
+# would hold this many hits, up to a most.
 _PRIOR_WEIGHT = 4.0
 _PRIOR_HITS, _MOST_PRIOR = 1.0, 200.0
 # Forwards since an expert was last active, in classes: four for each doubling from 4 on.
@@ -60,8 +61,11 @@ _AGE_PENALTY = 0.1
 # odds, behind a constant; and how fast that is adjusted.
 _FIRST_WEIGHTS = (0.0, 0.6, 0.2, 0.2)
 _LEARNING_RATE = 0.05
+# Weight on the past of what ages say, per layer and forward, and of how popular an expert is, per
+# forward; how much popularity, in log odds, leans on the former.
 _AGE_MEMORY = 0.9995
 _USES_MEMORY, _POPULARITY_SHARE = 0.99, 0.4
+# Bounds of every rate.
 _LEAST, _MOST = 0.005, 0.995
 
 
@@ -86,8 +90,10 @@ class Ingredients:
 class _Seen:
     """One layer's last demand, as far as the next one teaches something about it.
 
-    Shapes: codes int64 [T], topk_ids int64 [T, K], is_active bool [E]; history_tokens int64 [N]
-    and history_ids int64 [N, K]: the tokens with a record of their guess, and that record.
+    Shapes: codes int64 [T], topk_ids int64 [T, K], is_active int64 [E], 0 or 1; history_tokens
+    int64 [N] and history_ids int64 [N, K]: the tokens with a record of their guess, and that
+    record; age_classes int64 [E]; evidence float64 [4, E] and probabilities float64 [E], what was
+    predicted and from what.
     """
 
     rows: tuple[ForwardRow, ...]
@@ -139,13 +145,15 @@ class Rates:
 class ReuseEstimator:
     """P(the layer's next forward wants an expert), for one layer after another.
 
-    Tokens and the expert's own record are combined as the weighted mean of log odds of
-    1 − (1 − b)·Π(1 − q), with q the rate at which a token of this state, kind of forward and rank
-    keeps an expert and b how often this expert comes back unasked, and of the rate at which this
-    expert follows itself after such a forward. After a commit or prefill only the latter counts.
+    Three kinds of evidence are added in log odds: of the tokens, 1 − (1 − b)·Π(1 − q), with q the
+    rate at which a token of this state, kind of forward and rank keeps an expert and b how often
+    this expert comes back unasked; the expert's own record after such a forward, by whether it was
+    active in it; and how often experts of its age come back, more or less by how popular it is.
+    After a commit the tokens say nothing; after a prefill they say who is in a prompt's tail.
+    Weights, one set for active experts and one for the others, follow the log loss online.
 
-    Source: the estimator of decayed counts by state, transition and rank is this project's, from
-    measurements on small trained models; see experiments/ for what each part is worth.
+    Source: the estimator is this project's, from measurements on small trained models;
+    experiments/04_calibrated_reuse says what each part is worth.
     """
 
     def __init__(self, shape: MoeShape, ingredients: Ingredients, *, prefill: str = "tail") -> None:
@@ -164,7 +172,7 @@ class ReuseEstimator:
         # active in that: [layer, kind, was active, expert].
         rates = (shape.num_layers, NUM_KINDS, 2 * shape.num_experts)
         self._expert_hits, self._expert_trials = np.zeros(rates), np.zeros(rates)
-        # The same by how long an expert has not been active, over all experts of a layer.
+        # The same by how long an expert has not been active, over all layers: [kind, age class].
         self._age_hits = np.full((NUM_KINDS, _NUM_AGES), 0.3)
         self._age_trials = np.ones((NUM_KINDS, _NUM_AGES))
         self._age = np.full((shape.num_layers, shape.num_experts), len(_AGE_CLASS) - 1)
