@@ -22,7 +22,7 @@ from torch import Tensor
 
 from oled_moe.cache import ExpertCache
 from oled_moe.experts import OffloadedExperts
-from oled_moe.kernels import KERNELS, ExpertKernel
+from oled_moe.kernels import EachExpert, ExpertKernel, reference
 from oled_moe.lanes import InlineLane, Lane, ThreadLane
 from oled_moe.slots import SlotPool
 from oled_moe.store import ExpertWeights
@@ -32,6 +32,7 @@ SHAPE = shape_of(2, 8, 3)
 HIDDEN = 8
 STORE = random_store(SHAPE.num_layers, SHAPE.num_experts, hidden_size=HIDDEN)
 JITTER_S = 0.0005
+REFERENCE = EachExpert(reference.expert_mlp)
 
 
 @contextmanager
@@ -44,8 +45,8 @@ def offloaded(
     has_cpu_experts: bool = False,
     seed: int = 0,
     fail_copies: Sequence[int] = (),
-    kernel: ExpertKernel = KERNELS["reference"],
-    cpu_kernel: ExpertKernel = KERNELS["reference"],
+    kernel: ExpertKernel = REFERENCE,
+    cpu_kernel: ExpertKernel = REFERENCE,
 ) -> Iterator[OffloadedExperts]:
     """Experts over `STORE`, free slots NaN; threads are delayed at random under `seed`."""
     lanes: list[Lane] = [InlineLane() for _ in range(3)]
@@ -186,14 +187,14 @@ def test_residency_never_changes_a_bit(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_router_order_does_not_matter(dtype: torch.dtype) -> None:
     def kernel(rows_ND: Tensor, weights: ExpertWeights) -> Tensor:
-        return KERNELS["reference"](rows_ND.float(), weights).to(rows_ND.dtype)
+        return reference.expert_mlp(rows_ND.float(), weights).to(rows_ND.dtype)
 
     (demand, hidden_TD), _ = Inputs().forward(7)
     hidden_TD = hidden_TD.to(dtype)
     ids_TK, gates_TK = torch.from_numpy(demand.topk_ids), torch.from_numpy(demand.gate_weights)
     generator = torch.Generator().manual_seed(0)
     sums = []
-    with offloaded(kernel=kernel) as experts:
+    with offloaded(kernel=EachExpert(kernel)) as experts:
         for _ in range(4):
             order_TK = torch.rand(ids_TK.shape, generator=generator).argsort(dim=1)
             ids, gates = ids_TK.gather(1, order_TK), gates_TK.gather(1, order_TK)
@@ -228,7 +229,7 @@ class FaultyKernel:
         self._num_calls += 1
         if self._num_calls == self._fail_at + 1:
             raise OSError("the kernel fails")
-        return KERNELS["reference"](rows_ND, weights)
+        return reference.expert_mlp(rows_ND, weights)
 
 
 def check_recovery(experts: OffloadedExperts, seed: int) -> None:
@@ -273,7 +274,7 @@ def test_recovers_from_a_failed_copy(is_threaded: bool, fail_at: int) -> None:
 @pytest.mark.parametrize("fail_at", [0, 3, 11])
 @pytest.mark.parametrize("where", ["kernel", "cpu_kernel"])
 def test_recovers_from_a_failed_kernel(is_threaded: bool, fail_at: int, where: str) -> None:
-    faulty: dict[str, ExpertKernel] = {where: FaultyKernel(fail_at)}
+    faulty: dict[str, ExpertKernel] = {where: EachExpert(FaultyKernel(fail_at))}
     with offloaded(
         "oled", 5, is_threaded=is_threaded, has_cpu_experts=True, seed=fail_at, **faulty
     ) as experts:

@@ -26,6 +26,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memory",
         "metrics",
         "profiler",
+        "devices",
         "engine",
         "recording",
         "inspection",

@@ -108,6 +108,15 @@ class ExpertCache:
         """The slot that holds an expert, -1 where it is not resident."""
         return int(self._slot_of[layer, expert])
 
+    def hits(self, demand: LayerDemand) -> tuple[IntArray, IntArray]:
+        """Ids and slots of demanded residents, a look-up alone: the `hit_ids` and `hit_slots` that
+        `plan` will say, for kernels that start before the rest is decided."""
+        slots = self._slot_of[demand.layer][demand.expert_ids]
+        is_hit = slots >= 0
+        if self._copies_ahead:
+            is_hit &= ~self._is_fresh[demand.layer][demand.expert_ids]
+        return demand.expert_ids[is_hit], slots[is_hit]
+
     def fill(self) -> list[tuple[int, int, int]]:
         """Make every expert resident; returns (layer, expert, slot) in the order to load.
 

@@ -1,8 +1,6 @@
 """Engine: opens a checkpoint, plans memory, builds the tiers, generates.
 
-The place where devices are told apart: `_build_experts` chooses lanes, copies and kernels. A CUDA
-device is one more branch there: a stream lane for copies, one for compute, its kernels, and a
-store of pinned memory; nothing that decides or moves changes.
+Devices are told apart in `devices.py`; nothing here knows which one it runs on.
 """
 
 import os
@@ -42,6 +40,7 @@ from oled_moe.decoding import (
     TokenChange,
     never_stop,
 )
+from oled_moe.devices import Progress, build_tiers
 from oled_moe.errors import (
     CheckpointError,
     ConfigError,
@@ -51,16 +50,13 @@ from oled_moe.errors import (
 )
 from oled_moe.experts import OffloadedExperts
 from oled_moe.hardware import load_hardware
-from oled_moe.kernels import KERNELS
-from oled_moe.lanes import CopyLane, InlineLane, Lane, ThreadLane
 from oled_moe.layers import ATTENTION_SLICE
 from oled_moe.memory import MemoryPlan, ModelMemory, plan_memory, process_memory_bytes
 from oled_moe.metrics import GenerationStats, generation_stats
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.policies import OffloadPolicy, build_policy
 from oled_moe.profiler import default_profile_path, usable_memory_bytes
-from oled_moe.slots import RatedCopy, SlotPool
-from oled_moe.store import DiskExpertStore, ExpertLayout, ExpertPart, HostExpertStore
+from oled_moe.store import ExpertLayout, ExpertPart
 from oled_moe.tokenization import Tokenizer
 from oled_moe.types import ForwardOutcome, LayerDemand, LayerPlan, MoeShape
 
@@ -72,8 +68,6 @@ _SMALL_EXPERT_BYTES = 2**18
 # The family's ids, for checkpoints that name none (models.md 1.1).
 _DEFAULT_MASK_ID = 156895
 _DEFAULT_EOS_ID = 156892
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +200,17 @@ class Engine:
             keep_dtype=family.kept_dtypes(self.model_config),
             method=self.hardware.disk_method,
         )
-        self._tiers = _build_experts(
-            config, self.memory_plan, self.policy, store, self.hardware, progress
+        self._outer_threads = torch.get_num_threads()
+        is_small = sizes.layout.weight_bytes < _SMALL_EXPERT_BYTES
+        num_threads = config.threads or (1 if is_small else self._outer_threads)
+        self._tiers = build_tiers(
+            config,
+            self.memory_plan,
+            self.policy,
+            store,
+            self.hardware,
+            num_threads=num_threads,
+            progress=progress,
         )
         # An engine that fails here or is dropped unclosed must not leave its threads behind.
         self._release = weakref.finalize(self, self._tiers.close)
@@ -233,9 +236,7 @@ class Engine:
         self._turn_owner: threading.Thread | None = None
         self._process_id = os.getpid()
         self._num_requests = 0
-        self._outer_threads = torch.get_num_threads()
-        is_small = sizes.layout.weight_bytes < _SMALL_EXPERT_BYTES
-        torch.set_num_threads(config.threads or (1 if is_small else self._outer_threads))
+        torch.set_num_threads(num_threads)
 
     @property
     def cache(self) -> ExpertCache:
@@ -608,90 +609,3 @@ def _policy_of(config: EngineConfig, shape: MoeShape, costs: CostModel) -> Offlo
     if isinstance(config.policy, OffloadPolicy):
         return config.policy
     raise ConfigError(f"policy is {config.policy!r}; allowed: a name or an OffloadPolicy")
-
-
-@dataclass(slots=True)
-class _Tiers:
-    """The pieces of a device that have to be closed."""
-
-    experts: OffloadedExperts
-    pool: SlotPool
-    layout: ExpertLayout
-    lanes: list[Lane]
-    store: DiskExpertStore | HostExpertStore
-
-    def close(self) -> None:
-        for lane in self.lanes:
-            lane.close()
-        self.store.close()
-
-
-def _build_experts(
-    config: EngineConfig,
-    plan: MemoryPlan,
-    policy: OffloadPolicy,
-    store: DiskExpertStore,
-    hardware: HardwareProfile,
-    progress: Progress | None,
-) -> _Tiers:
-    """Choose lanes, copies and kernels for the device; the one place that tells devices apart."""
-
-    def tell(what: str) -> Callable[[int, int], None] | None:
-        return None if progress is None else lambda done, total: progress(what, done, total)
-
-    is_emulated = config.device == "emulated"
-    has_cpu_experts = is_emulated and config.cpu_experts
-    cache = ExpertCache(
-        plan.shape,
-        policy,
-        num_slots=plan.num_slots,
-        num_staging=plan.num_staging,
-        has_cpu_experts=has_cpu_experts,
-    )
-    num_slots = plan.num_slots + plan.num_staging
-    kernel, layout = KERNELS["cpu"], store.layout
-    if is_emulated:
-        host = HostExpertStore.from_store(store, tell("experts to RAM"))
-        store.close()
-        jitter_s = hardware.emulated_jitter_s
-        copies: CopyLane = ThreadLane("copy", jitter_s=jitter_s, seed=config.seed)
-        compute: Lane = ThreadLane("device", jitter_s=jitter_s, seed=config.seed + 1)
-        cpu: Lane | None = ThreadLane("cpu", jitter_s=jitter_s, seed=config.seed + 2)
-        copy = RatedCopy(
-            host, bytes_per_s=hardware.copy_bytes_per_s, latency_s=hardware.copy_latency_s
-        )
-        pool = SlotPool(
-            layout,
-            num_slots,
-            copies,
-            copy,
-            num_experts=plan.shape.num_experts,
-            is_poisoned=True,
-        )
-        lanes = [copies, compute, *([cpu] if cpu else [])]
-    else:
-        host, cpu = None, None
-        copies = ThreadLane("read", num_threads=hardware.disk_queue_depth)
-        compute = InlineLane()
-        pool = SlotPool(
-            layout, num_slots, copies, store.read_into, num_experts=plan.shape.num_experts
-        )
-        lanes = [copies]
-    experts = OffloadedExperts(
-        cache,
-        pool,
-        kernel=kernel,
-        compute_lane=compute,
-        cpu_lane=cpu,
-        host_store=host,
-    )
-    tiers = _Tiers(experts, pool, layout, lanes, host or store)
-    try:
-        if plan.holds_all_experts:
-            pool.fill(cache.fill(), tell("experts to slots"))
-        else:
-            pool.fill(cache.place(), tell("placed experts to slots"))
-    except BaseException:
-        tiers.close()
-        raise
-    return tiers

@@ -1,15 +1,18 @@
 """OffloadedExperts: the routed experts of all layers, the one place where decisions meet bytes.
 
-demand -> plan -> copies, hits, CPU experts at once -> combine. Outputs are combined in fp32 in
-ascending expert id, so the sum does not depend on what was cached.
-Legend: T tokens, D hidden, K experts per token, N = T · K rows, in order of expert.
+demand -> hits at once where the device works by itself -> plan -> copies, CPU experts, hits,
+loads as they arrive -> combine. A kernel call takes all experts that are there. Outputs are
+combined in fp32 in ascending expert id, so the sum does not depend on what was cached.
+Legend: T tokens, D hidden, K experts per token, N = T · K rows, in order of expert, G experts.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,7 +20,7 @@ from oled_moe.cache import ExpertCache
 from oled_moe.kernels import ExpertKernel
 from oled_moe.lanes import Event, Lane
 from oled_moe.slots import SlotPool
-from oled_moe.store import ExpertWeights, HostExpertStore
+from oled_moe.store import HostExpertStore
 from oled_moe.types import (
     CopyPlan,
     ForwardContext,
@@ -29,28 +32,65 @@ from oled_moe.types import (
 
 Observer = Callable[[LayerDemand, LayerPlan], None]
 CopyObserver = Callable[[CopyPlan], None]
+# Ids int64 [T, K] and gate weights float32 [T, K] of an MoE layer, in place of the router's.
+RoutingSource = Callable[[int, ForwardContext], tuple[IntArray, npt.NDArray[np.float32]]]
+
+
+class HostLink(Protocol):
+    """Small tensors between the device that computes layers and the host that plans."""
+
+    def to_host(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """All of them in host memory, with one synchronisation at most."""
+        ...
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A host tensor where layers compute, behind the work submitted so far; does not block."""
+        ...
+
+
+class _SameMemory:
+    """The link of a device that computes in host memory."""
+
+    def to_host(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return tensors
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor
 
 
 @dataclass(slots=True)
 class PendingLayer:
-    """A layer whose copies and CPU experts are under way; `events` of all kernels submitted."""
+    """A layer whose copies and CPU experts are under way; `events` of all kernels submitted.
+
+    `bounds` [A + 1]: rows of the demand's i-th expert are bounds[i] : bounds[i + 1]. `has_hits`:
+    the hits are submitted. `cpu_out`: rows of `out_ND` that the CPU computes, and its results.
+    """
 
     demand: LayerDemand
-    plan: LayerPlan
     rows_ND: Tensor
     out_ND: Tensor
     order_N: IntArray
-    rows_of: dict[int, slice]
+    bounds: IntArray
     events: list[Event]
+    plan: LayerPlan | None = None
+    has_hits: bool = False
+    cpu_out: tuple[IntArray, Tensor] | None = None
+
+    def rows_of(self, expert_ids: IntArray) -> tuple[IntArray, IntArray]:
+        """First rows and ends [G] of some of the demanded experts."""
+        places = np.searchsorted(self.demand.expert_ids, expert_ids)
+        return self.bounds[places], self.bounds[places + 1]
 
 
 class OffloadedExperts:
     """Computes the routed experts of a layer from slots, whatever is resident.
 
     `compute_lane` runs the device's kernels, `cpu_lane` those of experts that stay in the slow
-    tier (`host_store`; both None where there is no second place to compute). `observers` see every
+    tier (`host_store`; both None where there is no second place to compute). `link` takes what is
+    planned by to the host and back; None where layers compute in host memory. `observers` see every
     demand and its plan once the layer is done, `copy_observers` what is copied ahead before a
-    forward. `wants_gate_scores` asks the model for all router scores. One thread calls.
+    forward. `wants_gate_scores` asks the model for all router scores. `routing`, where not None,
+    replaces what routers choose. One thread calls.
     """
 
     def __init__(
@@ -63,18 +103,24 @@ class OffloadedExperts:
         cpu_lane: Lane | None = None,
         cpu_kernel: ExpertKernel | None = None,
         host_store: HostExpertStore | None = None,
+        link: HostLink | None = None,
     ) -> None:
         self.cache = cache
         self.pool = pool
         self.observers: list[Observer] = []
         self.copy_observers: list[CopyObserver] = []
         self.wants_gate_scores = "gate_scores" in cache.policy.needs
+        self.routing: RoutingSource | None = None
         self.planning_s = 0.0
         self._kernel = kernel
         self._cpu_kernel = cpu_kernel or kernel
         self._compute_lane = compute_lane
         self._cpu_lane = cpu_lane
         self._host_store = host_store
+        self._link: HostLink = link or _SameMemory()
+        # Where kernels run by themselves, hits start before the rest is decided. Where the caller
+        # runs them the copies are queued first, and synchronous loads come before any kernel.
+        self._starts_hits = not (compute_lane.runs_at_once or cache.policy.is_synchronous)
         # The layer between `start` and the end of `finish`, and the events of what it runs.
         self._unfinished: tuple[int, list[Event]] | None = None
 
@@ -83,8 +129,8 @@ class OffloadedExperts:
         start_s = time.perf_counter()
         try:
             copies = self.cache.start_forward(context)
-            self.planning_s += time.perf_counter() - start_s
             self.pool.copy_ahead(copies)
+            self.planning_s += time.perf_counter() - start_s
         except BaseException:
             self.cache.forget_ahead()
             raise
@@ -115,33 +161,38 @@ class OffloadedExperts:
         if self._unfinished is not None:
             # Whoever called was interrupted between the two, by Ctrl-C for instance.
             self._abandon()
-        # The layer's one device-to-host synchronisation.
-        topk_ids = topk_ids_TK.numpy()
-        gate_weights = gate_weights_TK.numpy()
-        start_s = time.perf_counter()
-        demand = LayerDemand.from_routing(
-            layer,
-            context,
-            topk_ids,
-            gate_weights,
-            num_experts=self.cache.shape.num_experts,
-            gate_scores=None if gate_scores_TE is None else gate_scores_TE.numpy(),
-        )
         events: list[Event] = []
         self._unfinished = (layer, events)
         try:
-            plan = self.cache.plan(demand)
-            self.planning_s += time.perf_counter() - start_s
-            self.pool.apply(demand, plan)
-            order_N = np.argsort(topk_ids.ravel(), kind="stable")
-            rows_ND = hidden_TD[torch.from_numpy(order_N // topk_ids.shape[1])]
-            ends = np.cumsum(demand.num_tokens).tolist()
-            rows = map(slice, [0, *ends[:-1]], ends)
-            rows_of = dict(zip(demand.expert_ids.tolist(), rows, strict=True))
-            pending = PendingLayer(
-                demand, plan, rows_ND, torch.empty_like(rows_ND), order_N, rows_of, events
+            # The layer's one device-to-host synchronisation. Activations come along where the CPU
+            # may have to compute with them.
+            scores = [] if gate_scores_TE is None else [gate_scores_TE]
+            activations = [] if self._cpu_lane is None else [hidden_TD]
+            ids, gates, *rest = self._link.to_host(
+                topk_ids_TK, gate_weights_TK, *scores, *activations
             )
-            self._submit_cpu_experts(pending)
+            start_s = time.perf_counter()
+            topk_ids, gate_weights = ids.numpy(), gates.numpy()
+            if self.routing is not None:
+                topk_ids, gate_weights = self.routing(layer, context)
+            demand = LayerDemand.from_routing(
+                layer,
+                context,
+                topk_ids,
+                gate_weights,
+                num_experts=self.cache.shape.num_experts,
+                gate_scores=rest[0].numpy() if scores else None,
+            )
+            pending = self._prepare(demand, hidden_TD, events)
+            start_s += self._submit_hits_early(pending)
+            plan = pending.plan = self.cache.plan(demand)
+            self.pool.apply(demand, plan)
+            if pending.has_hits:
+                for slot in plan.hit_slots.tolist():
+                    self.pool.submitted_reader(slot, events[0])
+            self.planning_s += time.perf_counter() - start_s
+            if len(plan.cpu_ids):
+                self._submit_cpu_experts(pending, rest[-1], plan.cpu_ids)
         except BaseException:
             self._abandon()
             raise
@@ -153,10 +204,15 @@ class OffloadedExperts:
         Shapes: weights fp32 [T, K], final mixing weights in router order.
         Raises: what a copy or kernel raised; the layer's residents are forgotten then.
         """
+        assert pending.plan is not None
         try:
-            self._submit_device_experts(pending)
+            self._submit_device_experts(pending, pending.plan)
             for event in pending.events:
                 event.wait()
+            if pending.cpu_out is not None:
+                rows, out = pending.cpu_out
+                index = self._link.to_device(torch.from_numpy(rows))
+                pending.out_ND[index] = self._link.to_device(out)
             self.pool.release(pending.plan)
         except BaseException:
             self._abandon()
@@ -164,19 +220,45 @@ class OffloadedExperts:
         self._unfinished = None
         for observer in self.observers:
             observer(pending.demand, pending.plan)
-        return _combine(pending.out_ND, pending.order_N, weights_TK)
+        return self._combine(pending, weights_TK)
 
-    def _submit_device_experts(self, pending: PendingLayer) -> None:
-        plan, pool = pending.plan, self.pool
-        loads = list(zip(plan.load_ids.tolist(), plan.load_slots.tolist(), strict=True))
+    def _prepare(self, demand: LayerDemand, hidden_TD: Tensor, events: list[Event]) -> PendingLayer:
+        """The rows of each expert, one after another."""
+        top_k = demand.topk_ids.shape[1]
+        order_N = np.argsort(demand.topk_ids.ravel(), kind="stable")
+        bounds = np.zeros(len(demand.expert_ids) + 1, dtype=np.int64)
+        np.cumsum(demand.num_tokens, out=bounds[1:])
+        tokens_N = self._link.to_device(torch.from_numpy(order_N // top_k))
+        rows_ND = hidden_TD[tokens_N]
+        return PendingLayer(demand, rows_ND, torch.empty_like(rows_ND), order_N, bounds, events)
+
+    def _submit_hits_early(self, pending: PendingLayer) -> float:
+        """Start the hits where that is worth while; the seconds it took, which plan nothing."""
+        if not self._starts_hits:
+            return 0.0
+        hit_ids, hit_slots = self.cache.hits(pending.demand)
+        if not len(hit_ids):
+            return 0.0
+        start_s = time.perf_counter()
+        work = self._work(pending, hit_ids, hit_slots)
+        pending.events.append(self._compute_lane.submit(work))
+        pending.has_hits = True
+        return time.perf_counter() - start_s
+
+    def _submit_device_experts(self, pending: PendingLayer, plan: LayerPlan) -> None:
+        pool = self.pool
         # Synchronous loads: no kernel before the copies of its wave, no copy before the kernels of
         # the last wave.
-        waves = plan.wave_sizes or (len(loads),)
+        waves = plan.wave_sizes or (len(plan.load_ids),)
         barrier = [pool.ready(load) for load in range(waves[0])] if plan.wave_sizes else []
-        for expert, slot in zip(plan.hit_ids.tolist(), plan.hit_slots.tolist(), strict=True):
-            self._submit_reader(pending, expert, slot, barrier)
-        for expert, slot in zip(plan.staged_ids.tolist(), plan.staged_slots.tolist(), strict=True):
-            self._submit_reader(pending, expert, slot, [*barrier, pool.ready_staged(slot)])
+        if not pending.has_hits:
+            self._submit_readers(pending, plan.hit_ids, plan.hit_slots, barrier)
+        for staged in range(len(plan.staged_ids)):
+            arrived = pool.ready_staged(int(plan.staged_slots[staged]))
+            one = slice(staged, staged + 1)
+            self._submit_readers(
+                pending, plan.staged_ids[one], plan.staged_slots[one], [*barrier, arrived]
+            )
         first = 0
         for wave, size in enumerate(waves):
             if wave:
@@ -184,35 +266,92 @@ class OffloadedExperts:
                     event.wait()
                 pool.next_wave()
                 barrier = [pool.ready(load) for load in range(first, first + size)]
-            for load in range(first, first + size):
-                self._submit_reader(pending, *loads[load], barrier or [pool.ready(load)])
+            if barrier:
+                loads = slice(first, first + size)
+                self._submit_readers(pending, plan.load_ids[loads], plan.load_slots[loads], barrier)
+            else:
+                self._submit_loads(pending, plan, first, first + size)
             first += size
 
-    def _submit_reader(
-        self, pending: PendingLayer, expert: int, slot: int, after: list[Event]
-    ) -> None:
-        work = self._work(pending, expert, self.pool.weights(slot), self._kernel)
-        pending.events.append(self._compute_lane.submit(work, after=after))
-        self.pool.submitted_reader(slot, pending.events[-1])
+    def _submit_loads(self, pending: PendingLayer, plan: LayerPlan, first: int, end: int) -> None:
+        """Kernels of loads in their order; one call takes those that have arrived meanwhile."""
+        while first < end:
+            after = [self.pool.ready(first)]
+            last = first + 1
+            if self._compute_lane.runs_at_once:
+                after[0].wait()
+                while last < end and self.pool.has_arrived(last):
+                    after.append(self.pool.ready(last))
+                    last += 1
+            loads = slice(first, last)
+            self._submit_readers(pending, plan.load_ids[loads], plan.load_slots[loads], after)
+            first = last
 
-    def _submit_cpu_experts(self, pending: PendingLayer) -> None:
-        if not len(pending.plan.cpu_ids):
+    def _submit_readers(
+        self,
+        pending: PendingLayer,
+        expert_ids: IntArray,
+        slots: IntArray,
+        after: Sequence[Event],
+    ) -> None:
+        if not len(expert_ids):
             return
-        assert self._cpu_lane is not None and self._host_store is not None
-        for expert in pending.plan.cpu_ids.tolist():
-            weights = self._host_store.weights(pending.demand.layer, expert)
-            work = self._work(pending, expert, weights, self._cpu_kernel)
-            pending.events.append(self._cpu_lane.submit(work))
+        work = self._work(pending, expert_ids, slots)
+        event = self._compute_lane.submit(work, after=after)
+        pending.events.append(event)
+        for slot in slots.tolist():
+            self.pool.submitted_reader(slot, event)
 
     def _work(
-        self, pending: PendingLayer, expert: int, weights: ExpertWeights, kernel: ExpertKernel
+        self, pending: PendingLayer, expert_ids: IntArray, slots: IntArray
     ) -> Callable[[], None]:
-        rows = pending.rows_of[expert]
+        starts, ends = pending.rows_of(expert_ids)
+        arena, kernel = self.pool.arena, self._kernel
 
         def work() -> None:
-            pending.out_ND[rows] = kernel(pending.rows_ND[rows], weights)
+            kernel(arena, pending.rows_ND, pending.out_ND, slots, starts, ends)
 
         return work
+
+    def _submit_cpu_experts(
+        self, pending: PendingLayer, hidden_TD: Tensor, cpu_ids: IntArray
+    ) -> None:
+        """Hidden states are the host's; the results are put among the others once, at the end."""
+        assert self._cpu_lane is not None and self._host_store is not None
+        starts, ends = pending.rows_of(cpu_ids)
+        rows = np.concatenate([np.arange(*pair) for pair in zip(starts, ends, strict=True)])
+        tokens = pending.order_N[rows] // pending.demand.topk_ids.shape[1]
+        rows_ND = hidden_TD[torch.from_numpy(tokens)]
+        out_ND = torch.empty_like(rows_ND)
+        sizes = ends - starts
+        own_ends = np.cumsum(sizes)
+        slots = self._host_store.slot_of(pending.demand.layer, 0) + cpu_ids
+        arena, kernel = self._host_store.arena, self._cpu_kernel
+
+        def work() -> None:
+            kernel(arena, rows_ND, out_ND, slots, own_ends - sizes, own_ends)
+
+        pending.cpu_out = (rows, out_ND)
+        pending.events.append(self._cpu_lane.submit(work))
+
+    def _combine(self, pending: PendingLayer, weights_TK: Tensor) -> Tensor:
+        """Σ weight · output per token, fp32, in ascending expert id whatever the router's order."""
+        num_tokens, top_k = weights_TK.shape
+        place_of = np.empty_like(pending.order_N)
+        place_of[pending.order_N] = np.arange(len(place_of))
+        # Rows lie in ascending expert id, so a token's rows in ascending place are in that order
+        # too. Sorted by place: which of a token's choices, and its row.
+        place_TK = place_of.reshape(num_tokens, top_k)
+        choice_TK = np.argsort(place_TK, axis=1)
+        indices = np.stack((choice_TK, np.take_along_axis(place_TK, choice_TK, axis=1)))
+        choices, places = self._link.to_device(torch.from_numpy(indices))
+        sorted_weights_TK = weights_TK.gather(1, choices)
+        total_TD = torch.zeros(
+            num_tokens, pending.out_ND.shape[1], dtype=torch.float32, device=weights_TK.device
+        )
+        for k in range(top_k):
+            total_TD += pending.out_ND[places[:, k]].float() * sorted_weights_TK[:, k, None]
+        return total_TD
 
     def _abandon(self) -> None:
         """Let everything under way end, then forget the layer: a slot may hold half an expert.
@@ -225,18 +364,3 @@ class OffloadedExperts:
         self.cache.forget(layer)
         self.cache.forget_ahead()
         self._unfinished = None
-
-
-def _combine(out_ND: Tensor, order_N: IntArray, weights_TK: Tensor) -> Tensor:
-    """Σ weight · output per token, fp32, in ascending expert id whatever the router's order."""
-    num_tokens, top_k = weights_TK.shape
-    place_of = np.empty_like(order_N)
-    place_of[order_N] = np.arange(len(order_N))
-    # Rows lie in ascending expert id, so a token's rows in ascending place are in that order too.
-    place_TK = torch.from_numpy(np.sort(place_of.reshape(num_tokens, top_k), axis=1))
-    weights_N = weights_TK.flatten()[torch.from_numpy(order_N)]
-    total_TD = torch.zeros(num_tokens, out_ND.shape[1], dtype=torch.float32)
-    for k in range(top_k):
-        place_T = place_TK[:, k]
-        total_TD += out_ND[place_T].float() * weights_N[place_T, None]
-    return total_TD

@@ -28,12 +28,18 @@ class Event(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until fired. Raises: whatever the work raised."""
+        """What the caller does next comes after the work: blocks until fired, or, for work of a
+        device, orders the device's work behind it. Raises: whatever the work raised."""
         ...
 
 
 class Lane(Protocol):
     """Executes work; one lane's work starts in the order it was submitted."""
+
+    @property
+    def runs_at_once(self) -> bool:
+        """Whether `submit` does the work itself, on the caller's time."""
+        ...
 
     def submit(self, work: Work, after: Sequence[Event] = ()) -> Event:
         """Queue `work` behind the events in `after`; returns its event at once."""
@@ -102,6 +108,8 @@ class ThreadEvent:
 class InlineLane:
     """Runs work at once on the caller's thread, after waiting for what it depends on."""
 
+    runs_at_once = True
+
     def submit(self, work: Work, after: Sequence[Event] = ()) -> Event:
         for event in after:
             event.wait()
@@ -145,6 +153,8 @@ class ThreadLane:
     order: what must not overlap has to be ordered by events. `jitter_s` adds a random delay under
     `seed` before each piece of work, so that a missing wait shows up.
     """
+
+    runs_at_once = False
 
     def __init__(
         self, name: str, *, num_threads: int = 1, jitter_s: float = 0.0, seed: int = 0

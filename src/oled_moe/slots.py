@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from oled_moe.lanes import DONE, CopyLane, Event
-from oled_moe.store import ExpertLayout, ExpertStore, ExpertWeights, aligned_empty
+from oled_moe.store import ExpertLayout, ExpertStore, ExpertWeights, SlotArena
 from oled_moe.types import CopyPlan, LayerDemand, LayerPlan
 
 # Every float format of which all bytes are 0xFF is a NaN.
@@ -68,7 +68,8 @@ class SlotPool:
     """`num_slots` equal slots in one arena, filled through a copy lane.
 
     `copy(layer, expert, slot)` fills one slot and blocks. `num_experts`: experts of a layer, by
-    which `CopyPlan` numbers them. `is_poisoned`: freed slots become NaN.
+    which `CopyPlan` numbers them. `is_poisoned`: freed slots become NaN. `arena`: the memory, by
+    default the host's.
     """
 
     def __init__(
@@ -80,12 +81,10 @@ class SlotPool:
         *,
         num_experts: int,
         is_poisoned: bool = False,
+        arena: SlotArena | None = None,
     ) -> None:
-        arena = aligned_empty(num_slots * layout.slot_bytes)
-        self._slots = [
-            arena[i * layout.slot_bytes : (i + 1) * layout.slot_bytes] for i in range(num_slots)
-        ]
-        self._weights = [layout.views(slot) for slot in self._slots]
+        self.arena = SlotArena.empty(layout, num_slots) if arena is None else arena
+        assert len(self.arena) == num_slots
         self._copy_lane = copy_lane
         self._copy = copy
         self._num_experts = num_experts
@@ -106,16 +105,16 @@ class SlotPool:
         self.num_staged_ready = 0
         self.num_cancelled = 0
         if is_poisoned:
-            for slot in self._slots:
-                poison(slot)
+            for slot in range(num_slots):
+                poison(self.arena.slot(slot))
 
     @property
     def num_slots(self) -> int:
-        return len(self._slots)
+        return len(self.arena)
 
     def weights(self, slot: int) -> ExpertWeights:
         """The matrices in a slot; read them only behind its `ready` event."""
-        return self._weights[slot]
+        return self.arena.weights(slot)
 
     def fill(
         self,
@@ -169,6 +168,10 @@ class SlotPool:
         """The event of the plan's load with this index: the slot holds its expert."""
         return self._ready[load]
 
+    def has_arrived(self, load: int) -> bool:
+        """Whether the plan's load with this index is queued and its copy has ended."""
+        return load < len(self._ready) and self._ready[load].is_fired
+
     def ready_staged(self, slot: int) -> Event:
         """The event of a staged expert's copy."""
         return self._ahead[slot]
@@ -194,13 +197,13 @@ class SlotPool:
                 self._idle[slot].wait()
                 if slot in self._ahead:
                     _Ended(self._ahead.pop(slot)).wait()
-                poison(self._slots[slot])
+                poison(self.arena.slot(slot))
 
     def drain(self, readers: Sequence[Event]) -> None:
         """After a failure: wait until every copy queued and every reader has ended, well or not."""
         for event in (*self._ready, *readers):
             _Ended(event).wait()
-        self._idle = [DONE] * len(self._slots)
+        self._idle = [DONE] * len(self.arena)
         self._loads, self._ready, self._coming_readers = [], [], {}
         self._waves, self._num_allowed = [], 0
 
@@ -215,7 +218,7 @@ class SlotPool:
             self._ready.append(self._submit(self._layer, expert, slot))
 
     def _submit(self, layer: int, expert: int, slot: int, *, is_urgent: bool = True) -> Event:
-        target = self._slots[slot]
+        target = self.arena.slot(slot)
         after: list[Event] = [self._idle[slot]]
         earlier = self._ahead.pop(slot, None)
         if earlier is not None and not self._cancel(earlier):

@@ -10,11 +10,12 @@ Legend: D hidden size, F hidden size of one expert, E experts per layer.
 
 import errno
 import logging
+import mmap
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 READ_METHODS = ("direct", "buffered")
 PAGE_BYTES = 4096
 _CACHE_LINE_BYTES = 64
+# Pages of this size are asked for where memory is large: streaming weights through small ones
+# spends its time on looking up addresses.
+_HUGE_PAGE_BYTES = 2**21
 
 Matrix = Literal["gate", "up", "gate_up", "down"]
 
@@ -91,9 +95,58 @@ def aligned_empty(num_bytes: int, alignment: int = PAGE_BYTES) -> Tensor:
 
     Pages of a large piece take up memory only once they are written.
     """
+    if num_bytes >= 2 * _HUGE_PAGE_BYTES and alignment <= _HUGE_PAGE_BYTES:
+        return _huge_empty(num_bytes)
     memory = torch.empty(num_bytes + alignment, dtype=torch.uint8)
     start = -memory.data_ptr() % alignment
     return memory[start : start + num_bytes]
+
+
+def _huge_empty(num_bytes: int) -> Tensor:
+    """Memory of its own mapping, in huge pages where the system has them."""
+    mapped = mmap.mmap(-1, _round_up(num_bytes, _HUGE_PAGE_BYTES) + _HUGE_PAGE_BYTES)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        with suppress(OSError):  # A kernel built without them; the memory is as good, only slower.
+            mapped.madvise(advice)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    start = -memory.data_ptr() % _HUGE_PAGE_BYTES
+    return memory[start : start + num_bytes]
+
+
+class SlotArena:
+    """Equal slots one after another in one piece of memory.
+
+    Shapes: memory uint8 [num_slots, layout.slot_bytes], contiguous, on any device.
+    """
+
+    def __init__(self, layout: ExpertLayout, memory: Tensor) -> None:
+        assert memory.dtype == torch.uint8 and memory.is_contiguous()
+        assert memory.ndim == 2 and memory.shape[1] == layout.slot_bytes
+        self.layout = layout
+        self.memory = memory
+        self._slots = list(memory.unbind(0))
+        self._weights: list[ExpertWeights | None] = [None] * len(memory)
+
+    @classmethod
+    def empty(cls, layout: ExpertLayout, num_slots: int) -> "SlotArena":
+        """Slots in host memory, uninitialised, aligned for reading files into."""
+        memory = aligned_empty(num_slots * layout.slot_bytes)
+        return cls(layout, memory.view(num_slots, layout.slot_bytes))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slot(self, slot: int) -> Tensor:
+        """The bytes of a slot, uint8 [slot_bytes]."""
+        return self._slots[slot]
+
+    def weights(self, slot: int) -> ExpertWeights:
+        """The matrices in a slot."""
+        weights = self._weights[slot]
+        if weights is None:
+            weights = self._weights[slot] = self.layout.views(self._slots[slot])
+        return weights
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -281,15 +334,13 @@ class DiskExpertStore:
 
 
 class HostExpertStore:
-    """Experts that all lie in host memory, each in a slot of its own."""
+    """Experts that all lie in host memory, each in a slot of its own: `slot_of` says which."""
 
     def __init__(self, layout: ExpertLayout, num_layers: int, num_experts: int) -> None:
         self.layout = layout
         self.num_layers = num_layers
         self.num_experts = num_experts
-        num_slots = num_layers * num_experts
-        memory = aligned_empty(num_slots * layout.slot_bytes)
-        self._slots: Tensor | None = memory.view(num_slots, layout.slot_bytes)
+        self._arena: SlotArena | None = SlotArena.empty(layout, num_layers * num_experts)
 
     @classmethod
     def from_store(
@@ -300,28 +351,33 @@ class HostExpertStore:
         total = store.num_layers * store.num_experts
         for index in range(total):
             layer, expert = divmod(index, store.num_experts)
-            store.read_into(layer, expert, host._slot(layer, expert))
+            store.read_into(layer, expert, host.arena.slot(index))
             if progress is not None:
                 progress(index + 1, total)
         return host
 
+    @property
+    def arena(self) -> SlotArena:
+        """Where the experts lie. Raises: OledMoeError after `close`."""
+        if self._arena is None:
+            raise OledMoeError("the expert store is closed; open the checkpoint again")
+        return self._arena
+
+    def slot_of(self, layer: int, expert: int) -> int:
+        """The slot of `arena` that holds an expert."""
+        assert 0 <= layer < self.num_layers and 0 <= expert < self.num_experts
+        return layer * self.num_experts + expert
+
     def read_into(self, layer: int, expert: int, slot: Tensor) -> None:
         # numpy copies on the calling thread alone; torch would start workers for each I/O thread.
-        slot.numpy()[:] = self._slot(layer, expert).numpy()
+        slot.numpy()[:] = self.arena.slot(self.slot_of(layer, expert)).numpy()
 
     def weights(self, layer: int, expert: int) -> ExpertWeights:
         """The matrices of one expert where they lie, for computing on the CPU."""
-        return self.layout.views(self._slot(layer, expert))
+        return self.arena.weights(self.slot_of(layer, expert))
 
     def close(self) -> None:
-        self._slots = None
-
-    def _slot(self, layer: int, expert: int) -> Tensor:
-        assert 0 <= layer < self.num_layers and 0 <= expert < self.num_experts
-        slots = self._slots
-        if slots is None:
-            raise OledMoeError("the expert store is closed; open the checkpoint again")
-        return slots[layer * self.num_experts + expert]
+        self._arena = None
 
 
 def read_exactly(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -354,9 +410,18 @@ def drop_cached(descriptor: int, offset: int, num_bytes: int) -> None:
 def _read_direct(
     descriptor: int, offset: int, buffers: Sequence[memoryview], bounce: memoryview
 ) -> None:
-    """As `read_exactly`, for a descriptor that takes only whole blocks at aligned addresses."""
+    """As `read_exactly`, for a descriptor that takes only whole blocks at aligned addresses.
+
+    Where file offset, addresses and sizes are all aligned, the bytes go where they belong at once;
+    otherwise through `bounce`.
+    """
+    total = sum(buffer.nbytes for buffer in buffers)
+    if offset % PAGE_BYTES == 0 and all(map(_is_aligned, buffers)):
+        if os.preadv(descriptor, buffers, offset) == total:
+            return
+        # Cut short: what is left need not begin at a whole block.
     start = offset // PAGE_BYTES * PAGE_BYTES
-    needed = offset - start + sum(buffer.nbytes for buffer in buffers)
+    needed = offset - start + total
     num_read = 0
     while num_read < needed:
         aligned = num_read // PAGE_BYTES * PAGE_BYTES
@@ -371,6 +436,11 @@ def _read_direct(
         # numpy lets other threads run while it copies, a memoryview does not.
         np.asarray(buffer)[:] = np.asarray(bounce[source : source + buffer.nbytes])
         source += buffer.nbytes
+
+
+def _is_aligned(buffer: memoryview) -> bool:
+    address = np.asarray(buffer).__array_interface__["data"][0]
+    return bool(address % PAGE_BYTES == 0 and buffer.nbytes % PAGE_BYTES == 0)
 
 
 def _merge(placed: Sequence[PlacedSpan]) -> tuple[_Run, ...]:

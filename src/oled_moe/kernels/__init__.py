@@ -1,19 +1,62 @@
-"""Kernels for one expert's rows, by name; all agree with `reference`.
+"""Kernels that compute many experts in one call, by name; all agree with `reference`.
 
-Which kernel runs depends on rows, shape, dtype and device alone, never on who is resident or on
-a measurement of the run: that would make outputs depend on the cache.
+The weights lie in the slots of one arena, the rows of each expert follow one another. Which code
+computes an expert depends on its rows, shape, dtype and device alone, never on who is resident,
+who shares the call, or a measurement of the run: that would make outputs depend on the cache.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
 from oled_moe.kernels import cpu, reference
-from oled_moe.store import ExpertWeights
+from oled_moe.store import ExpertWeights, SlotArena
+from oled_moe.types import IntArray
 
-ExpertKernel = Callable[[Tensor, ExpertWeights], Tensor]
 
-KERNELS: dict[str, ExpertKernel] = {
-    "reference": reference.expert_mlp,
-    "cpu": cpu.expert_mlp,
+class ExpertKernel(Protocol):
+    """Computes a group of experts of one layer."""
+
+    def __call__(
+        self,
+        arena: SlotArena,
+        rows_ND: Tensor,
+        out_ND: Tensor,
+        slots: IntArray,
+        starts: IntArray,
+        ends: IntArray,
+    ) -> None:
+        """For each i: out[starts[i]:ends[i]] = expert in slots[i] of rows[starts[i]:ends[i]].
+
+        Shapes: rows and out [N, D], contiguous, in the dtype of the weights, on the arena's device;
+        slots, starts and ends int64 [G], ranges disjoint. Mutates: out, those rows.
+        """
+        ...
+
+
+class EachExpert:
+    """A kernel from a function of one expert's rows."""
+
+    def __init__(self, mlp: Callable[[Tensor, ExpertWeights], Tensor]) -> None:
+        self._mlp = mlp
+
+    def __call__(
+        self,
+        arena: SlotArena,
+        rows_ND: Tensor,
+        out_ND: Tensor,
+        slots: IntArray,
+        starts: IntArray,
+        ends: IntArray,
+    ) -> None:
+        ranges = zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True)
+        for slot, start, end in ranges:
+            out_ND[start:end] = self._mlp(rows_ND[start:end], arena.weights(slot))
+
+
+# Each is built once, with the number of threads it may use (None: torch's).
+KERNELS: dict[str, Callable[[int | None], ExpertKernel]] = {
+    "reference": lambda _: EachExpert(reference.expert_mlp),
+    "cpu": lambda _: EachExpert(cpu.expert_mlp),
 }
