@@ -32,7 +32,7 @@ figures: $(VENV)/.installed
 
 # torch goes in first and at exactly the pinned version: a machine that already has that
 # build at hand (a CPU build, say) takes it, and no later step replaces it.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py src/oled_moe/kernels/native.c
 	@$(PYTHON) -c "import sys; sys.exit('oled-moe needs Python 3.10 or newer, this is ' + sys.version.split()[0]) if sys.version_info < (3, 10) else None"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and the project into $(VENV); this takes a minute or two the first time."

@@ -10,9 +10,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from oled_moe.kernels import cpu, reference
+from oled_moe.kernels import cpu, grouped, reference
 from oled_moe.store import ExpertWeights, SlotArena
 from oled_moe.types import IntArray
+
+Upload = Callable[[Tensor], Tensor]
 
 
 class ExpertKernel(Protocol):
@@ -58,5 +60,20 @@ class EachExpert:
 # Each is built once, with the number of threads it may use (None: torch's).
 KERNELS: dict[str, Callable[[int | None], ExpertKernel]] = {
     "reference": lambda _: EachExpert(reference.expert_mlp),
-    "cpu": lambda _: EachExpert(cpu.expert_mlp),
+    "cpu": cpu.CpuExpertKernel,
+}
+
+
+def _triton(upload: Upload) -> ExpertKernel:
+    from oled_moe.kernels.triton_experts import TritonExperts
+
+    return TritonExperts(upload)
+
+
+# Kernels for a GPU, each built with what brings a small host tensor to it. Triton is imported only
+# where it is asked for.
+GPU_KERNELS: dict[str, Callable[[Upload], ExpertKernel]] = {
+    "triton": _triton,
+    "grouped": grouped.GroupedExperts,
+    "each": lambda _: EachExpert(reference.expert_mlp),
 }

@@ -1,19 +1,91 @@
-"""Experts on the CPU through torch, gate and up as one product.
+"""Experts on the CPU: native code that streams weights at the speed of memory, torch for the rest.
+
+Which of the two computes an expert is looked up by its rows, shape and dtype, in a table decided at
+construction from the instruction set, never from a measurement of the run.
 
 oneDNN, which torch uses for 16-bit products, compiles and keeps a kernel of nearly 1 MiB for every
 number of rows it meets. Rows are padded to few sizes, so that a long prompt does not fill memory
 with hundreds of them; the size depends on the number of rows and the dtype alone.
 """
 
+import sys
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oled_moe.store import ExpertWeights
+from oled_moe.kernels.native import NativeKernels, native_kernels, worthwhile_threads
+from oled_moe.store import ExpertWeights, SlotArena
+from oled_moe.types import IntArray
+
+# The most rows for which native code is used, by instruction set. Measured with
+# benchmarks/kernels.py: where torch has AVX-512-BF16 it is a few per cent faster from about 100
+# rows on; where all there is is AVX2, torch has no fast product in bfloat16 at any size.
+MAX_NATIVE_ROWS = {"avx512-bf16": 96, "avx2": sys.maxsize}
+
+
+class CpuExpertKernel:
+    """An ExpertKernel for host memory; `num_threads` of native code, None for as many as torch has.
+
+    `native` None leaves everything to torch.
+    """
+
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        *,
+        native: NativeKernels | Literal["auto"] | None = "auto",
+    ) -> None:
+        self._native = native_kernels() if native == "auto" else native
+        self._num_threads = torch.get_num_threads() if num_threads is None else num_threads
+
+    def __call__(
+        self,
+        arena: SlotArena,
+        rows_ND: Tensor,
+        out_ND: Tensor,
+        slots: IntArray,
+        starts: IntArray,
+        ends: IntArray,
+    ) -> None:
+        """As ExpertKernel says."""
+        limit = max_native_rows(self._native, arena.layout.dtype)
+        is_native = ends - starts <= limit
+        if self._native is not None and is_native.all():
+            self._run_native(self._native, arena, rows_ND, out_ND, slots, starts, ends)
+            return
+        if self._native is not None and is_native.any():
+            part = slots[is_native], starts[is_native], ends[is_native]
+            self._run_native(self._native, arena, rows_ND, out_ND, *part)
+            slots, starts, ends = slots[~is_native], starts[~is_native], ends[~is_native]
+        for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            if start < end:
+                out_ND[start:end] = expert_mlp(rows_ND[start:end], arena.weights(slot))
+
+    def _run_native(
+        self,
+        native: NativeKernels,
+        arena: SlotArena,
+        rows_ND: Tensor,
+        out_ND: Tensor,
+        slots: IntArray,
+        starts: IntArray,
+        ends: IntArray,
+    ) -> None:
+        num_threads = worthwhile_threads(len(slots) * arena.layout.weight_bytes, self._num_threads)
+        native.experts(arena, rows_ND, out_ND, slots, starts, ends, num_threads)
+
+
+def max_native_rows(native: NativeKernels | None, dtype: torch.dtype) -> int:
+    """The most rows for which native code serves; 0 where it never does."""
+    if native is None or dtype != torch.bfloat16:
+        return 0
+    return MAX_NATIVE_ROWS.get(native.isa, sys.maxsize)
 
 
 def expert_mlp(rows_ND: Tensor, weights: ExpertWeights) -> Tensor:
-    """SwiGLU with gate and up in one matrix.
+    """SwiGLU through torch, with gate and up in one matrix.
 
     Shapes: rows [N, D] -> [N, D], in the dtype of the weights.
     """

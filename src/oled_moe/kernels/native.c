@@ -1,0 +1,1203 @@
+/* Products of few rows with bfloat16 weights, at the speed of memory.
+ *
+ * Weights [out, in], row-major, are read from memory once, whatever the number of rows. Every
+ * output is one dot product in fp32 whose order of summation depends on `in` and the instruction
+ * set alone: neither the number of rows, nor threads, nor how work was divided can change a bit.
+ *
+ * Work is cut into tasks, which threads take from one counter. The caller takes part; workers of a
+ * small pool join as they wake up, so a call never waits for one that sleeps.
+ *
+ * Plain C11 with pthreads, loaded through ctypes (native.py), which checks shapes: here sizes are
+ * positive and pointers to bfloat16 are even.
+ *
+ * Words: `k` is the length of a dot product, a *row* is a row of x, an *output* a row of weights.
+ */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#if defined(_WIN32) || !(defined(__GNUC__) || defined(__clang__))
+#error "needs pthreads and the vector extensions of gcc and clang; torch serves instead"
+#endif
+
+#if defined(__x86_64__)
+#define HAS_X86 1
+#include <immintrin.h>
+#else
+#define HAS_X86 0
+#endif
+
+/* Compilers from 2021 on know the instructions for bfloat16. */
+#if !HAS_X86
+#define HAS_AVX512_BF16 0
+#elif defined(__clang__)
+#define HAS_AVX512_BF16 (__clang_major__ >= 12)
+#else
+#define HAS_AVX512_BF16 (__GNUC__ >= 11)
+#endif
+
+/* Raised with every change of what native.py calls, or of what it expects of a call. */
+#define ABI_VERSION 2
+/* The first 8 bytes of the SHA-256 of this file, from setup.py: no old build is used by mistake. */
+#ifndef SOURCE_ID
+#define SOURCE_ID 0
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+enum { ISA_GENERIC = 0, ISA_AVX2 = 1, ISA_AVX512_BF16 = 2 };
+enum { ERROR_NONE = 0, ERROR_MEMORY = -1, ERROR_ISA = -2 };
+
+/* Outputs of a block: one cache line of bfloat16, so threads never write to the same line. */
+#define BLOCK 32
+/* Numbers from one row of a block's results to the next: no power of two, or all rows would compete
+ * for the same cache sets. */
+#define BLOCK_STRIDE 40
+/* Numbers in a cache line. */
+#define LINE 32
+/* Rows of x that are laid out at once; they stay in the second-level cache. */
+#define MAX_ROWS 64
+/* Outputs that are computed side by side. */
+#define TILE_OUTPUTS 4
+/* Bytes of weights in a task, about: many to read long pieces, few where threads would wait for the
+ * last one. And how far ahead weights are asked for. Measured with benchmarks/kernels.py. */
+#define MAX_TASK_BYTES (512 * 1024)
+#define MIN_TASK_BYTES (128 * 1024)
+#define TASKS_PER_THREAD 8
+#define AHEAD_BYTES (16 * 1024)
+/* Bytes that the hidden rows of the experts of one round may take. */
+#define MAX_HIDDEN_BYTES (8 * 1024 * 1024)
+#define MAX_THREADS 256
+#define SPIN_NS 20000
+
+/* What one instruction set provides. `lay_out` writes rows of x in the order in which `dots` reads
+ * them, padded with zeros to whole steps; `dots` computes up to BLOCK outputs for all rows laid
+ * out, results [rows][BLOCK_STRIDE], and asks for the weights at `next` while at the last ones. */
+typedef struct {
+    int max_tile_rows;
+    int step;
+    size_t element_bytes;
+    void (*lay_out)(void *packed, const uint16_t *x, size_t k, int num_rows);
+    void (*dots)(float *results, const uint16_t *w, size_t k, int num_outputs, const void *packed,
+                 int num_rows, const uint16_t *next);
+    void (*swiglu)(uint16_t *hidden, size_t stride, const float *gate, const float *up,
+                   int num_rows, int num_outputs);
+    void (*store_bf16)(uint16_t *out, size_t stride, const float *results, const uint16_t *bias,
+                       int num_rows, int num_outputs);
+    void (*store_f32)(float *out, size_t stride, const float *results, const uint16_t *bias,
+                      int num_rows, int num_outputs);
+    void (*combine)(float *total, const uint16_t *rows, size_t width, const int64_t *places,
+                    const float *weights, int num_places);
+    int (*choose)(const float *logits, size_t num_logits, size_t banned, int64_t *best,
+                  float *probability);
+} Kernels;
+
+/* ---- rows in tiles --------------------------------------------------------------------------- */
+
+/* Rows of tile `tile` when `num_rows` are spread over tiles of at most `max_rows` each. */
+INLINE int rows_of_tile(int num_rows, int num_tiles, int tile) {
+    return num_rows / num_tiles + (tile < num_rows % num_tiles);
+}
+
+INLINE int tiles_of(int num_rows, int max_rows) { return (num_rows + max_rows - 1) / max_rows; }
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
+
+/* Where the weights lie that will be wanted soon, whole tiles ahead, or NULL. */
+INLINE const uint16_t *weights_ahead(const uint16_t *w, size_t k, int output, int num_outputs,
+                                     const uint16_t *next) {
+    size_t distance = AHEAD_BYTES / (k * sizeof(uint16_t)) / TILE_OUTPUTS * TILE_OUTPUTS;
+    if (distance < TILE_OUTPUTS) distance = TILE_OUTPUTS;
+    if (distance > BLOCK - TILE_OUTPUTS) distance = BLOCK - TILE_OUTPUTS;
+    int ahead = output + (int)distance;
+    if (ahead < num_outputs) return w + (size_t)ahead * k;
+    return next ? next + (size_t)(ahead - num_outputs) * k : NULL;
+}
+
+/* ---- what a block of results becomes; the compiler makes a version for each instruction set -- */
+
+INLINE float widen(uint16_t value) {
+    union { uint32_t bits; float number; } u = {.bits = (uint32_t)value << 16};
+    return u.number;
+}
+
+/* To the nearest, ties to even; a NaN stays one. */
+INLINE uint16_t narrow(float value) {
+    union { float number; uint32_t bits; } u = {.number = value};
+    uint32_t rounded = (u.bits + 0x7fffu + ((u.bits >> 16) & 1u)) >> 16;
+    uint32_t quiet = (u.bits >> 16) | 0x40u;
+    return (uint16_t)((u.bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+}
+
+/* 2^n · p(r) with x·log2(e) = n + r; within 2 units in the last place over all of float. A NaN
+ * passes through: it fails both comparisons. */
+INLINE float exponential(float x) {
+    const float shift = 12582912.0f; /* 1.5 · 2^23: adding it rounds to a whole number */
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    union { float number; uint32_t bits; } n = {.number = x * 1.44269504f + shift};
+    float whole = n.number - shift;
+    float r = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
+    float p = 1.98756912e-4f;
+    p = p * r + 1.39819994e-3f;
+    p = p * r + 8.33345205e-3f;
+    p = p * r + 4.16657962e-2f;
+    p = p * r + 1.66666657e-1f;
+    p = p * r + 0.5f;
+    p = p * r * r + r + 1.0f;
+    union { uint32_t bits; float number; } scale = {.bits = (n.bits + 127u) << 23};
+    return p * scale.number;
+}
+
+INLINE void swiglu_block(uint16_t *hidden, size_t stride, const float *gate, const float *up,
+                         int num_rows, int num_outputs) {
+    for (int row = 0; row < num_rows; row++) {
+        uint16_t line[BLOCK];
+        const float *g = gate + row * BLOCK_STRIDE, *u = up + row * BLOCK_STRIDE;
+        for (int i = 0; i < BLOCK; i++) line[i] = narrow(g[i] / (1.0f + exponential(-g[i])) * u[i]);
+        memcpy(hidden + row * stride, line, num_outputs * sizeof(uint16_t));
+    }
+}
+
+INLINE void store_bf16_block(uint16_t *out, size_t stride, const float *results,
+                             const uint16_t *bias, int num_rows, int num_outputs) {
+    float added[BLOCK] = {0};
+    for (int i = 0; bias && i < num_outputs; i++) added[i] = widen(bias[i]);
+    for (int row = 0; row < num_rows; row++) {
+        uint16_t line[BLOCK];
+        const float *from = results + row * BLOCK_STRIDE;
+        for (int i = 0; i < BLOCK; i++) line[i] = narrow(from[i] + added[i]);
+        memcpy(out + row * stride, line, num_outputs * sizeof(uint16_t));
+    }
+}
+
+INLINE void store_f32_block(float *out, size_t stride, const float *results, const uint16_t *bias,
+                            int num_rows, int num_outputs) {
+    float added[BLOCK] = {0};
+    for (int i = 0; bias && i < num_outputs; i++) added[i] = widen(bias[i]);
+    for (int row = 0; row < num_rows; row++) {
+        float line[BLOCK];
+        const float *from = results + row * BLOCK_STRIDE;
+        for (int i = 0; i < BLOCK; i++) line[i] = from[i] + added[i];
+        memcpy(out + row * stride, line, num_outputs * sizeof(float));
+    }
+}
+
+/* Numbers that are summed or compared side by side, and of which one partial result is made. */
+#define LANES 32
+#define CHUNK 1024
+
+/* total = sum of weights[j] * rows[places[j]], in that order. */
+INLINE void combine_rows(float *total, const uint16_t *rows, size_t width, const int64_t *places,
+                         const float *weights, int num_places) {
+    for (size_t i = 0; i < width; i += LANES) {
+        size_t count = width - i < LANES ? width - i : LANES;
+        float sums[LANES] = {0};
+        for (int j = 0; j < num_places; j++) {
+            uint16_t values[LANES] = {0};
+            memcpy(values, rows + (size_t)places[j] * width + i, count * sizeof(uint16_t));
+            for (int l = 0; l < LANES; l++) sums[l] += widen(values[l]) * weights[j];
+        }
+        memcpy(total + i, sums, count * sizeof(float));
+    }
+}
+
+/* The largest of `count` numbers. `check` becomes NaN where one of them is not finite. */
+INLINE float largest_of(const float *x, size_t count, float *check) {
+    float largest[LANES], checks[LANES] = {0};
+    for (int l = 0; l < LANES; l++) largest[l] = -3.40282347e38f;
+    size_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int l = 0; l < LANES; l++) {
+            largest[l] = x[i + l] > largest[l] ? x[i + l] : largest[l];
+            checks[l] += x[i + l] * 0.0f;
+        }
+    for (; i < count; i++) {
+        largest[0] = x[i] > largest[0] ? x[i] : largest[0];
+        checks[0] += x[i] * 0.0f;
+    }
+    for (int l = 0; l < LANES; l++) {
+        largest[0] = largest[l] > largest[0] ? largest[l] : largest[0];
+        *check += checks[l];
+    }
+    return largest[0];
+}
+
+/* Sum of exp(x - offset); few at a time in fp32, so that small ones are not lost beside large. */
+INLINE float exponentials_of(const float *x, size_t count, float offset) {
+    float sums[LANES] = {0};
+    size_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int l = 0; l < LANES; l++) sums[l] += exponential(x[i + l] - offset);
+    for (; i < count; i++) sums[0] += exponential(x[i] - offset);
+    for (int l = 1; l < LANES; l++) sums[0] += sums[l];
+    return sums[0];
+}
+
+/* The first of the largest logits but `banned`, and its probability among all of them. Returns
+ * whether all are finite. */
+INLINE int choose_best(const float *logits, size_t num_logits, size_t banned, int64_t *best,
+                       float *probability) {
+    float largest = -3.40282347e38f, winner = -3.40282347e38f, check = 0.0f;
+    size_t chunk = 0;
+    for (size_t i = 0; i < num_logits; i += CHUNK) {
+        size_t count = num_logits - i < CHUNK ? num_logits - i : CHUNK;
+        float here = largest_of(logits + i, count, &check), allowed = here;
+        if (banned >= i && banned < i + count) {
+            float unused = 0.0f;
+            allowed = largest_of(logits + i, banned - i, &unused);
+            float behind = largest_of(logits + banned + 1, i + count - banned - 1, &unused);
+            allowed = behind > allowed ? behind : allowed;
+        }
+        largest = here > largest ? here : largest;
+        if (allowed > winner) {
+            winner = allowed;
+            chunk = i;
+        }
+    }
+    size_t place = chunk;
+    while (place + 1 < num_logits && (place == banned || logits[place] != winner)) place++;
+    double total = 0.0;
+    for (size_t i = 0; i < num_logits; i += CHUNK)
+        total += exponentials_of(logits + i, num_logits - i < CHUNK ? num_logits - i : CHUNK,
+                                 largest);
+    *best = (int64_t)place;
+    *probability = (float)(exponential(winner - largest) / total);
+    return check == 0.0f;
+}
+
+#define BLOCK_FUNCTIONS(suffix, attributes)                                                        \
+    attributes static void swiglu_##suffix(uint16_t *hidden, size_t stride, const float *gate,     \
+                                           const float *up, int num_rows, int num_outputs) {       \
+        swiglu_block(hidden, stride, gate, up, num_rows, num_outputs);                             \
+    }                                                                                              \
+    attributes static void store_bf16_##suffix(uint16_t *out, size_t stride, const float *results, \
+                                               const uint16_t *bias, int num_rows,                 \
+                                               int num_outputs) {                                  \
+        store_bf16_block(out, stride, results, bias, num_rows, num_outputs);                       \
+    }                                                                                              \
+    attributes static void store_f32_##suffix(float *out, size_t stride, const float *results,     \
+                                              const uint16_t *bias, int num_rows,                  \
+                                              int num_outputs) {                                   \
+        store_f32_block(out, stride, results, bias, num_rows, num_outputs);                        \
+    }                                                                                              \
+    attributes static void combine_##suffix(float *total, const uint16_t *rows, size_t width,      \
+                                            const int64_t *places, const float *weights,           \
+                                            int num_places) {                                      \
+        combine_rows(total, rows, width, places, weights, num_places);                             \
+    }                                                                                              \
+    attributes static int choose_##suffix(const float *logits, size_t num_logits, size_t banned,   \
+                                          int64_t *best, float *probability) {                     \
+        return choose_best(logits, num_logits, banned, best, probability);                         \
+    }
+
+/* `dots` of an instruction set: outputs in tiles of TILE_OUTPUTS, rows in tiles of which each is
+ * computed by `function(rows, num_ahead, ...)`. Both are constants there, so that sums stay in
+ * registers and asking costs one instruction a line. The tiles share the asking for weights ahead,
+ * or memory would be idle during all but the first. */
+#define TILE_AHEAD(function, rows, num_ahead)                                                      \
+    case rows * 8 + num_ahead:                                                                     \
+        function(rows, num_ahead, target, from, k, num_outputs - o, x, ahead);                     \
+        break;
+#define TILE(function, rows)                                                                       \
+    TILE_AHEAD(function, rows, 0)                                                                  \
+    TILE_AHEAD(function, rows, 1)                                                                  \
+    TILE_AHEAD(function, rows, 2)                                                                  \
+    TILE_AHEAD(function, rows, 4)
+
+#define DOTS(suffix, attributes, element, step, max_tile_rows, cases)                              \
+    attributes static void dots_##suffix(float *results, const uint16_t *w, size_t k,              \
+                                         int num_outputs, const void *packed, int num_rows,        \
+                                         const uint16_t *next) {                                   \
+        int num_tiles = tiles_of(num_rows, max_tile_rows);                                         \
+        for (int o = 0; o < num_outputs; o += TILE_OUTPUTS) {                                      \
+            const uint16_t *from = w + (size_t)o * k;                                              \
+            const uint16_t *ahead = weights_ahead(w, k, o, num_outputs, next);                     \
+            int left = ahead ? TILE_OUTPUTS : 0;                                                   \
+            const element *x = packed;                                                             \
+            float *target = results + o;                                                           \
+            for (int tile = 0; tile < num_tiles; tile++) {                                         \
+                int rows = rows_of_tile(num_rows, num_tiles, tile);                                \
+                int num_ahead = tiles_of(left, num_tiles - tile);                                  \
+                if (num_ahead == 3) num_ahead = 2;                                                 \
+                switch (rows * 8 + num_ahead) { cases }                                            \
+                left -= num_ahead;                                                                 \
+                if (ahead) ahead += num_ahead * k;                                                 \
+                x += round_up(k, step) * rows;                                                     \
+                target += rows * BLOCK_STRIDE;                                                     \
+            }                                                                                      \
+        }                                                                                          \
+    }
+
+/* Asks for `num_ahead` lines of as many rows of weights, the share of the step at place `i`. One
+ * tile alone asks in the order of memory, which is fastest; several ask for rows side by side. */
+INLINE void ask_for(const uint16_t *ahead, const int num_ahead, size_t k, size_t i) {
+    for (int n = 0; n < num_ahead; n++) {
+        size_t place = num_ahead == TILE_OUTPUTS ? i * TILE_OUTPUTS + n * LINE : n * k + i;
+        __builtin_prefetch(ahead + place, 0, 3);
+    }
+}
+
+/* ---- any processor: 8 lanes of fp32, which the compiler maps to what there is ---------------- */
+
+#define GENERIC_STEP 8
+#define GENERIC_TILE_ROWS 2
+typedef float Float8 __attribute__((vector_size(32)));
+typedef uint32_t Bits8 __attribute__((vector_size(32)));
+typedef uint16_t Half8 __attribute__((vector_size(16)));
+
+INLINE void lay_out_f32(float *packed, const uint16_t *x, size_t k, int num_rows, int step,
+                        int max_tile_rows, int is_split) {
+    int num_tiles = tiles_of(num_rows, max_tile_rows);
+    for (int tile = 0; tile < num_tiles; tile++) {
+        int rows = rows_of_tile(num_rows, num_tiles, tile);
+        for (int row = 0; row < rows; row++, x += k) {
+            for (size_t i = 0; i < round_up(k, step); i++) {
+                /* Split: even places first, then odd ones, as two halves of a 32-bit word are. */
+                size_t lane = i % step;
+                size_t place = is_split ? lane / 2 + lane % 2 * (step / 2) : lane;
+                packed[(i / step * rows + row) * step + place] = i < k ? widen(x[i]) : 0.0f;
+            }
+        }
+        packed += round_up(k, step) * rows;
+    }
+}
+
+static void lay_out_generic(void *packed, const uint16_t *x, size_t k, int num_rows) {
+    lay_out_f32(packed, x, k, num_rows, GENERIC_STEP, GENERIC_TILE_ROWS, 0);
+}
+
+INLINE void load_generic(Float8 *value, const uint16_t *w, size_t count) {
+    Half8 half = {0};
+    memcpy(&half, w, count * sizeof(uint16_t));
+    Bits8 bits = __builtin_convertvector(half, Bits8) << 16;
+    memcpy(value, &bits, sizeof bits);
+}
+
+INLINE void tile_generic(const int rows, const int num_ahead, float *results,
+                         const uint16_t *w, size_t k, int valid, const float *x,
+                         const uint16_t *ahead) {
+    Float8 sums[GENERIC_TILE_ROWS][TILE_OUTPUTS];
+    memset(sums, 0, sizeof sums);
+    for (size_t i = 0; i < k; i += GENERIC_STEP, x += GENERIC_STEP * rows) {
+        size_t count = k - i < GENERIC_STEP ? k - i : GENERIC_STEP;
+        if (i % LINE == 0) ask_for(ahead, num_ahead, k, i);
+        for (int o = 0; o < TILE_OUTPUTS; o++) {
+            const uint16_t *source = w + (size_t)(o < valid ? o : valid - 1) * k + i;
+            Float8 weight;
+            if (count == GENERIC_STEP)
+                load_generic(&weight, source, GENERIC_STEP);
+            else
+                load_generic(&weight, source, count);
+            for (int t = 0; t < rows; t++) {
+                Float8 value;
+                memcpy(&value, x + t * GENERIC_STEP, sizeof value);
+                sums[t][o] += weight * value;
+            }
+        }
+    }
+    for (int t = 0; t < rows; t++)
+        for (int o = 0; o < TILE_OUTPUTS; o++) {
+            Float8 s = sums[t][o];
+            results[t * BLOCK_STRIDE + o] =
+                ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+        }
+}
+
+DOTS(generic, , float, GENERIC_STEP, GENERIC_TILE_ROWS,
+     TILE(tile_generic, 1) TILE(tile_generic, 2))
+BLOCK_FUNCTIONS(generic, )
+
+static const Kernels GENERIC = {
+    GENERIC_TILE_ROWS, GENERIC_STEP, sizeof(float), lay_out_generic, dots_generic,
+    swiglu_generic, store_bf16_generic, store_f32_generic, combine_generic, choose_generic,
+};
+
+#if HAS_X86
+
+/* ---- AVX2 and FMA: bfloat16 is the upper half of fp32 ---------------------------------------- */
+
+#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX2_STEP 16
+#define AVX2_TILE_ROWS 3
+
+static void lay_out_avx2(void *packed, const uint16_t *x, size_t k, int num_rows) {
+    lay_out_f32(packed, x, k, num_rows, AVX2_STEP, AVX2_TILE_ROWS, 1);
+}
+
+/* One step of 16 weights of each output: even places are shifted up, odd ones masked. */
+AVX2 INLINE void step_avx2(const int rows, __m256 sums[][TILE_OUTPUTS], const uint16_t *const *w,
+                           size_t i, const float *x) {
+    const __m256i upper = _mm256_set1_epi32((int)0xffff0000);
+    for (int o = 0; o < TILE_OUTPUTS; o++) {
+        __m256i pair = _mm256_loadu_si256((const __m256i *)(w[o] + i));
+        __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16));
+        __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(pair, upper));
+        for (int t = 0; t < rows; t++) {
+            const float *row = x + t * AVX2_STEP;
+            sums[t][o] = _mm256_fmadd_ps(even, _mm256_loadu_ps(row), sums[t][o]);
+            sums[t][o] = _mm256_fmadd_ps(odd, _mm256_loadu_ps(row + 8), sums[t][o]);
+        }
+    }
+}
+
+AVX2 INLINE void tile_avx2(const int rows, const int num_ahead, float *results,
+                           const uint16_t *w, size_t k, int valid, const float *x,
+                           const uint16_t *ahead) {
+    const uint16_t *from[TILE_OUTPUTS];
+    for (int o = 0; o < TILE_OUTPUTS; o++) from[o] = w + (size_t)(o < valid ? o : valid - 1) * k;
+    __m256 sums[AVX2_TILE_ROWS][TILE_OUTPUTS];
+    for (int t = 0; t < rows; t++)
+        for (int o = 0; o < TILE_OUTPUTS; o++) sums[t][o] = _mm256_setzero_ps();
+    size_t i = 0;
+    for (; i + AVX2_STEP <= k; i += AVX2_STEP, x += AVX2_STEP * rows) {
+        if (i % LINE == 0) ask_for(ahead, num_ahead, k, i);
+        step_avx2(rows, sums, from, i, x);
+    }
+    if (i < k) {
+        uint16_t tail[TILE_OUTPUTS][AVX2_STEP] = {{0}};
+        const uint16_t *tails[TILE_OUTPUTS];
+        for (int o = 0; o < TILE_OUTPUTS; o++) {
+            memcpy(tail[o], from[o] + i, (k - i) * sizeof(uint16_t));
+            tails[o] = tail[o];
+        }
+        step_avx2(rows, sums, tails, 0, x);
+    }
+    for (int t = 0; t < rows; t++) {
+        __m256 ab = _mm256_hadd_ps(sums[t][0], sums[t][1]);
+        __m256 cd = _mm256_hadd_ps(sums[t][2], sums[t][3]);
+        __m256 all = _mm256_hadd_ps(ab, cd);
+        __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+        _mm_storeu_ps(results + t * BLOCK_STRIDE, four);
+    }
+}
+
+DOTS(avx2, AVX2, float, AVX2_STEP, AVX2_TILE_ROWS,
+     TILE(tile_avx2, 1) TILE(tile_avx2, 2) TILE(tile_avx2, 3))
+BLOCK_FUNCTIONS(avx2, AVX2)
+
+static const Kernels AVX2_KERNELS = {
+    AVX2_TILE_ROWS, AVX2_STEP, sizeof(float), lay_out_avx2, dots_avx2,
+    swiglu_avx2, store_bf16_avx2, store_f32_avx2, combine_avx2, choose_avx2,
+};
+
+#if HAS_AVX512_BF16
+
+/* ---- AVX-512-BF16: 32 products an instruction ------------------------------------------------ */
+
+#define AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define AVX512_STEP 32
+#define AVX512_TILE_ROWS 6
+
+AVX512 static void lay_out_avx512(void *packed, const uint16_t *x, size_t k, int num_rows) {
+    uint16_t *target = packed;
+    int num_tiles = tiles_of(num_rows, AVX512_TILE_ROWS);
+    for (int tile = 0; tile < num_tiles; tile++) {
+        int rows = rows_of_tile(num_rows, num_tiles, tile);
+        for (int row = 0; row < rows; row++, x += k) {
+            for (size_t i = 0; i < k; i += AVX512_STEP) {
+                size_t left = k - i;
+                __mmask32 mask = left < AVX512_STEP ? (1u << left) - 1 : ~0u;
+                __m512i value = _mm512_maskz_loadu_epi16(mask, x + i);
+                _mm512_storeu_si512(target + (i / AVX512_STEP * rows + row) * AVX512_STEP, value);
+            }
+        }
+        target += round_up(k, AVX512_STEP) * rows;
+    }
+}
+
+/* Sums of four accumulators' lanes, as four numbers. */
+AVX512 INLINE __m128 sum_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m512 sums = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+AVX512 INLINE void step_avx512(const int rows, __m512 sums[][TILE_OUTPUTS], const __m512i *weights,
+                               const uint16_t *x) {
+    for (int t = 0; t < rows; t++) {
+        __m512bh value = (__m512bh)_mm512_loadu_si512(x + t * AVX512_STEP);
+        for (int o = 0; o < TILE_OUTPUTS; o++)
+            sums[t][o] = _mm512_dpbf16_ps(sums[t][o], (__m512bh)weights[o], value);
+    }
+}
+
+AVX512 INLINE void tile_avx512(const int rows, const int num_ahead, float *results,
+                               const uint16_t *w, size_t k, int valid, const uint16_t *x,
+                               const uint16_t *ahead) {
+    const uint16_t *from[TILE_OUTPUTS];
+    for (int o = 0; o < TILE_OUTPUTS; o++) from[o] = w + (size_t)(o < valid ? o : valid - 1) * k;
+    __m512 sums[AVX512_TILE_ROWS][TILE_OUTPUTS];
+    for (int t = 0; t < rows; t++)
+        for (int o = 0; o < TILE_OUTPUTS; o++) sums[t][o] = _mm512_setzero_ps();
+    __m512i weights[TILE_OUTPUTS];
+    size_t i = 0;
+    for (; i + AVX512_STEP <= k; i += AVX512_STEP, x += AVX512_STEP * rows) {
+        ask_for(ahead, num_ahead, k, i);
+        for (int o = 0; o < TILE_OUTPUTS; o++) weights[o] = _mm512_loadu_si512(from[o] + i);
+        step_avx512(rows, sums, weights, x);
+    }
+    if (i < k) {
+        __mmask32 mask = (1u << (k - i)) - 1;
+        for (int o = 0; o < TILE_OUTPUTS; o++)
+            weights[o] = _mm512_maskz_loadu_epi16(mask, from[o] + i);
+        step_avx512(rows, sums, weights, x);
+    }
+    for (int t = 0; t < rows; t++)
+        _mm_storeu_ps(results + t * BLOCK_STRIDE,
+                      sum_lanes(sums[t][0], sums[t][1], sums[t][2], sums[t][3]));
+}
+
+DOTS(avx512, AVX512, uint16_t, AVX512_STEP, AVX512_TILE_ROWS,
+     TILE(tile_avx512, 1) TILE(tile_avx512, 2) TILE(tile_avx512, 3)
+     TILE(tile_avx512, 4) TILE(tile_avx512, 5) TILE(tile_avx512, 6))
+BLOCK_FUNCTIONS(avx512, AVX512)
+
+static const Kernels AVX512_KERNELS = {
+    AVX512_TILE_ROWS, AVX512_STEP, sizeof(uint16_t), lay_out_avx512, dots_avx512,
+    swiglu_avx512, store_bf16_avx512, store_f32_avx512, combine_avx512, choose_avx512,
+};
+
+#endif /* HAS_AVX512_BF16 */
+#endif /* HAS_X86 */
+
+/* ---- which instruction set ------------------------------------------------------------------- */
+
+EXPORT int oled_abi_version(void) { return ABI_VERSION; }
+
+EXPORT uint64_t oled_source_id(void) { return SOURCE_ID; }
+
+/* Non-zero where this processor, and this build, can run `isa`. */
+EXPORT int oled_has_isa(int isa) {
+    if (isa == ISA_GENERIC) return 1;
+#if HAS_X86
+    __builtin_cpu_init();
+    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (isa == ISA_AVX2) return has_avx2;
+#endif
+#if HAS_AVX512_BF16
+    if (isa == ISA_AVX512_BF16)
+        return has_avx2 && __builtin_cpu_supports("avx512f") &&
+               __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512bf16");
+#endif
+    return 0;
+}
+
+static const Kernels *kernels_of(int isa) {
+    if (!oled_has_isa(isa)) return NULL;
+#if HAS_AVX512_BF16
+    if (isa == ISA_AVX512_BF16) return &AVX512_KERNELS;
+#endif
+#if HAS_X86
+    if (isa == ISA_AVX2) return &AVX2_KERNELS;
+#endif
+    return &GENERIC;
+}
+
+/* ---- jobs: tasks by number, taken from one counter ------------------------------------------- */
+
+/* What a thread has for itself while it is at a job. `packed_from` says which rows are laid out. */
+typedef struct {
+    const uint16_t *packed_from;
+    float *first, *second; /* results of a block, [MAX_ROWS][BLOCK_STRIDE] */
+    void *packed;
+} Scratch;
+
+typedef struct Job Job;
+struct Job {
+    void (*run)(Job *job, int64_t task, Scratch *scratch);
+    const Kernels *kernels;
+    int64_t num_tasks;
+    int max_rows; /* laid out at once */
+    size_t max_k;
+    _Atomic int64_t next_task;
+};
+
+static struct {
+    pthread_mutex_t owner; /* held by the call that uses the workers and the memory */
+    char *memory;
+    size_t memory_bytes;
+
+    pthread_mutex_t lock; /* guards what follows */
+    pthread_cond_t wake, done;
+    pthread_t workers[MAX_THREADS];
+    int num_workers, num_sleeping;
+    int caller_cpu; /* which workers keep off */
+    int num_wanted; /* workers that may still join the job */
+    Job *job;
+    char *scratch;
+    _Atomic int num_inside; /* workers that are at the job */
+    _Atomic uint64_t generation;
+} pool = {
+    .owner = PTHREAD_MUTEX_INITIALIZER,
+    .lock = PTHREAD_MUTEX_INITIALIZER,
+    .wake = PTHREAD_COND_INITIALIZER,
+    .done = PTHREAD_COND_INITIALIZER,
+};
+
+INLINE void relax(void) {
+#if HAS_X86
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static size_t results_bytes(const Job *job) {
+    return round_up((size_t)job->max_rows * BLOCK_STRIDE * sizeof(float), 64);
+}
+
+static size_t scratch_bytes(const Job *job) {
+    size_t row_bytes = round_up(job->max_k, job->kernels->step) * job->kernels->element_bytes;
+    /* A page more, so that no two threads share one. */
+    return 2 * results_bytes(job) + round_up(job->max_rows * row_bytes, 4096) + 4096;
+}
+
+static void work(Job *job, char *memory) {
+    Scratch scratch = {
+        .first = (float *)memory,
+        .second = (float *)(memory + results_bytes(job)),
+        .packed = memory + 2 * results_bytes(job),
+    };
+    for (;;) {
+        int64_t task = atomic_fetch_add_explicit(&job->next_task, 1, memory_order_relaxed);
+        if (task >= job->num_tasks) return;
+        job->run(job, task, &scratch);
+    }
+}
+
+/* Spins a moment for the next job: layers follow one another closely. */
+static void spin_for_job(uint64_t seen) {
+    int64_t end = now_ns() + SPIN_NS;
+    do {
+        for (int i = 0; i < 64; i++) {
+            if (atomic_load_explicit(&pool.generation, memory_order_relaxed) != seen) return;
+            relax();
+        }
+    } while (now_ns() < end);
+}
+
+static void *worker(void *unused) {
+    uint64_t seen = 0;
+    for (;;) {
+        pthread_mutex_lock(&pool.lock);
+        while (pool.generation == seen) {
+            pool.num_sleeping++;
+            pthread_cond_wait(&pool.wake, &pool.lock);
+            pool.num_sleeping--;
+        }
+        seen = pool.generation;
+        Job *job = pool.num_wanted > 0 ? pool.job : NULL;
+        char *scratch = NULL;
+        if (job) {
+            scratch = pool.scratch + (size_t)pool.num_wanted * scratch_bytes(job);
+            pool.num_wanted--;
+            pool.num_inside++;
+        }
+        pthread_mutex_unlock(&pool.lock);
+        if (job) {
+            work(job, scratch);
+            pthread_mutex_lock(&pool.lock);
+            if (--pool.num_inside == 0) pthread_cond_signal(&pool.done);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        spin_for_job(seen);
+    }
+    return unused;
+}
+
+/* A child process has none of its parent's threads. */
+static void forget_workers(void) {
+    pthread_mutex_init(&pool.owner, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pthread_cond_init(&pool.done, NULL);
+    pool.num_workers = pool.num_sleeping = pool.num_wanted = 0;
+    pool.num_inside = 0;
+    pool.job = NULL;
+}
+
+static void prepare_pool(void) { pthread_atfork(NULL, NULL, forget_workers); }
+
+/* Keeps workers off the processor that the caller is on, as far as there are others. The scheduler
+ * likes to wake a worker right there when the rest is busy with unimportant work, and then the
+ * caller waits: for milliseconds, where a call takes one. */
+static void move_workers(void) {
+#ifdef __linux__
+    int here = sched_getcpu();
+    cpu_set_t allowed;
+    if (here < 0 || here == pool.caller_cpu) return;
+    if (pthread_getaffinity_np(pthread_self(), sizeof allowed, &allowed)) return;
+    pool.caller_cpu = here;
+    CPU_CLR(here, &allowed);
+    for (int i = 0; i < pool.num_workers && CPU_COUNT(&allowed); i++)
+        pthread_setaffinity_np(pool.workers[i], sizeof allowed, &allowed);
+#endif
+}
+
+/* Workers handle no signals: those are for the interpreter's main thread. */
+static void start_workers(int num_workers) {
+    sigset_t all, before;
+    sigfillset(&all);
+    if (pthread_sigmask(SIG_SETMASK, &all, &before)) return;
+    while (pool.num_workers < num_workers) {
+        pthread_t *thread = &pool.workers[pool.num_workers];
+        if (pthread_create(thread, NULL, worker, NULL)) break;
+        pthread_detach(*thread);
+        pool.num_workers++;
+        pool.caller_cpu = -1;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+static void share(Job *job, char *scratch, int num_threads) {
+    pthread_mutex_lock(&pool.lock);
+    start_workers(num_threads - 1);
+    move_workers();
+    pool.job = job;
+    pool.scratch = scratch;
+    pool.num_wanted = num_threads - 1;
+    pool.generation++;
+    for (int i = 0; i < pool.num_sleeping && i < num_threads - 1; i++)
+        pthread_cond_signal(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+static void withdraw(void) {
+    pthread_mutex_lock(&pool.lock);
+    pool.job = NULL;
+    pthread_mutex_unlock(&pool.lock);
+    /* Who is still inside is at its last task: rarely worth a sleep. */
+    int64_t end = now_ns() + 2 * SPIN_NS;
+    while (pool.num_inside && now_ns() < end) relax();
+    pthread_mutex_lock(&pool.lock);
+    while (pool.num_inside) pthread_cond_wait(&pool.done, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+static void perform(Job *job, char *scratch, int num_threads) {
+    job->next_task = 0;
+    if (num_threads > job->num_tasks) num_threads = (int)job->num_tasks;
+    if (num_threads > 1) share(job, scratch, num_threads);
+    work(job, scratch);
+    if (num_threads > 1) withdraw();
+}
+
+/* ---- memory of a call ------------------------------------------------------------------------ */
+
+typedef struct {
+    char *memory;
+    int num_threads;
+    int owns_pool;
+} Call;
+
+/* The pool and its memory, or, while another call has them, memory of this call's own and one
+ * thread: results do not depend on it. */
+static int begin_call(Call *call, int num_threads, size_t bytes_per_thread, size_t shared_bytes) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, prepare_pool);
+    call->num_threads = num_threads < 1 ? 1 : num_threads > MAX_THREADS ? MAX_THREADS : num_threads;
+    call->owns_pool = pthread_mutex_trylock(&pool.owner) == 0;
+    if (!call->owns_pool) call->num_threads = 1;
+    size_t bytes = round_up(call->num_threads * bytes_per_thread + shared_bytes, 4096);
+    if (!call->owns_pool) {
+        call->memory = aligned_alloc(4096, bytes);
+        return call->memory ? ERROR_NONE : ERROR_MEMORY;
+    }
+    if (bytes > pool.memory_bytes) {
+        char *memory = aligned_alloc(4096, bytes);
+        if (!memory) {
+            pthread_mutex_unlock(&pool.owner);
+            return ERROR_MEMORY;
+        }
+        free(pool.memory);
+        pool.memory = memory;
+        pool.memory_bytes = bytes;
+    }
+    call->memory = pool.memory;
+    return ERROR_NONE;
+}
+
+static void end_call(Call *call) {
+    if (call->owns_pool)
+        pthread_mutex_unlock(&pool.owner);
+    else
+        free(call->memory);
+}
+
+/* Outputs of a task: whole blocks of weights of `k` numbers each. `total_bytes` of weights are read
+ * in the call. */
+static int64_t outputs_of_task(size_t k, int64_t num_outputs, int64_t total_bytes,
+                               int num_threads) {
+    int64_t bytes = total_bytes / (num_threads > 0 ? num_threads : 1) / TASKS_PER_THREAD;
+    if (bytes < MIN_TASK_BYTES) bytes = MIN_TASK_BYTES;
+    if (bytes > MAX_TASK_BYTES) bytes = MAX_TASK_BYTES;
+    int64_t wanted = bytes / (int64_t)(k * sizeof(uint16_t)) / BLOCK * BLOCK;
+    if (wanted < BLOCK) wanted = BLOCK;
+    return wanted < num_outputs ? wanted : (int64_t)round_up((size_t)num_outputs, BLOCK);
+}
+
+static int64_t tasks_of(int64_t num_outputs, int64_t outputs_of_task) {
+    return (num_outputs + outputs_of_task - 1) / outputs_of_task;
+}
+
+static void lay_out(const Job *job, Scratch *scratch, const uint16_t *x, size_t k, int num_rows) {
+    if (scratch->packed_from == x) return;
+    job->kernels->lay_out(scratch->packed, x, k, num_rows);
+    scratch->packed_from = x;
+}
+
+/* ---- one matrix ------------------------------------------------------------------------------ */
+
+typedef struct {
+    Job job;
+    const uint16_t *w, *x, *bias;
+    void *out;
+    int64_t num_rows, num_outputs, task_outputs;
+    size_t k;
+    int is_f32;
+} Linear;
+
+static void run_linear(Job *job, int64_t task, Scratch *scratch) {
+    const Linear *p = (const Linear *)job;
+    const Kernels *kernels = job->kernels;
+    int64_t first = task * p->task_outputs;
+    int64_t end = smaller(first + p->task_outputs, p->num_outputs);
+    for (int64_t row = 0; row < p->num_rows; row += MAX_ROWS) {
+        int num_rows = (int)smaller(MAX_ROWS, p->num_rows - row);
+        lay_out(job, scratch, p->x + row * p->k, p->k, num_rows);
+        for (int64_t o = first; o < end; o += BLOCK) {
+            int count = (int)smaller(BLOCK, end - o);
+            const uint16_t *w = p->w + o * p->k;
+            const uint16_t *bias = p->bias ? p->bias + o : NULL;
+            const uint16_t *next = o + BLOCK < end ? w + BLOCK * p->k : NULL;
+            int64_t place = row * p->num_outputs + o;
+            kernels->dots(scratch->first, w, p->k, count, scratch->packed, num_rows, next);
+            if (p->is_f32)
+                kernels->store_f32((float *)p->out + place, p->num_outputs, scratch->first, bias,
+                                   num_rows, count);
+            else
+                kernels->store_bf16((uint16_t *)p->out + place, p->num_outputs, scratch->first,
+                                    bias, num_rows, count);
+        }
+    }
+}
+
+/* out[r][o] = x[r]·w[o] + bias[o] for contiguous matrices; `out` is float where `is_f32`, else
+ * bfloat16; `bias` may be NULL. Returns 0, or what is wrong. */
+EXPORT int oled_linear(const void *w, const void *x, const void *bias, void *out, int64_t num_rows,
+                       int64_t k, int64_t num_outputs, int is_f32, int isa, int num_threads) {
+    const Kernels *kernels = kernels_of(isa);
+    if (!kernels) return ERROR_ISA;
+    if (num_rows <= 0 || num_outputs <= 0) return ERROR_NONE;
+    Linear linear = {
+        .job = {run_linear, kernels, 0, (int)smaller(MAX_ROWS, num_rows), (size_t)k, 0},
+        .w = w, .x = x, .bias = bias, .out = out,
+        .num_rows = num_rows, .num_outputs = num_outputs,
+        .task_outputs =
+            outputs_of_task((size_t)k, num_outputs, 2 * k * num_outputs, num_threads),
+        .k = (size_t)k, .is_f32 = is_f32,
+    };
+    linear.job.num_tasks = tasks_of(num_outputs, linear.task_outputs);
+    Call call;
+    int error = begin_call(&call, num_threads, scratch_bytes(&linear.job), 0);
+    if (error) return error;
+    perform(&linear.job, call.memory, call.num_threads);
+    end_call(&call);
+    return ERROR_NONE;
+}
+
+/* ---- many experts ---------------------------------------------------------------------------- */
+
+typedef struct {
+    const uint16_t *gate_up, *down;
+    const uint16_t *x;
+    uint16_t *hidden, *out;
+    int64_t num_rows;
+    _Atomic int64_t num_done; /* tasks of the first half */
+} Expert;
+
+/* A round of experts. First all `first_tasks` of expert 0, then in turn those of expert i + 1 and
+ * the `second_tasks` of expert i, so that who comes to the second half of an expert finds its first
+ * half done, or nearly. */
+typedef struct {
+    Job job;
+    Expert *experts;
+    int64_t num_experts, first_tasks, second_tasks, first_outputs, second_outputs;
+    size_t hidden_size, intermediate_size;
+} Experts;
+
+static void run_gate_up(const Experts *p, Expert *expert, int64_t chunk, Scratch *scratch) {
+    const Kernels *kernels = p->job.kernels;
+    size_t k = p->hidden_size;
+    int64_t width = (int64_t)p->intermediate_size, first = chunk * p->first_outputs;
+    int64_t end = smaller(first + p->first_outputs, width);
+    for (int64_t row = 0; row < expert->num_rows; row += MAX_ROWS) {
+        int num_rows = (int)smaller(MAX_ROWS, expert->num_rows - row);
+        lay_out(&p->job, scratch, expert->x + row * k, k, num_rows);
+        for (int64_t o = first; o < end; o += BLOCK) {
+            int count = (int)smaller(BLOCK, end - o);
+            const uint16_t *gate = expert->gate_up + o * k, *up = gate + width * k;
+            const uint16_t *next = o + BLOCK < end ? gate + BLOCK * k : NULL;
+            kernels->dots(scratch->first, gate, k, count, scratch->packed, num_rows, up);
+            kernels->dots(scratch->second, up, k, count, scratch->packed, num_rows, next);
+            kernels->swiglu(expert->hidden + row * width + o, width, scratch->first,
+                            scratch->second, num_rows, count);
+        }
+    }
+    atomic_fetch_add_explicit(&expert->num_done, 1, memory_order_release);
+}
+
+static void run_down(const Experts *p, Expert *expert, int64_t chunk, Scratch *scratch) {
+    /* The tasks waited for have lower numbers, so some thread is at them. */
+    for (int i = 0; atomic_load_explicit(&expert->num_done, memory_order_acquire) < p->first_tasks;
+         i++) {
+        relax();
+        if (i % 512 == 511) sched_yield();
+    }
+    const Kernels *kernels = p->job.kernels;
+    size_t k = p->intermediate_size;
+    int64_t width = (int64_t)p->hidden_size, first = chunk * p->second_outputs;
+    int64_t end = smaller(first + p->second_outputs, width);
+    for (int64_t row = 0; row < expert->num_rows; row += MAX_ROWS) {
+        int num_rows = (int)smaller(MAX_ROWS, expert->num_rows - row);
+        lay_out(&p->job, scratch, expert->hidden + row * k, k, num_rows);
+        for (int64_t o = first; o < end; o += BLOCK) {
+            int count = (int)smaller(BLOCK, end - o);
+            const uint16_t *down = expert->down + o * k;
+            const uint16_t *next = o + BLOCK < end ? down + BLOCK * k : NULL;
+            kernels->dots(scratch->first, down, k, count, scratch->packed, num_rows, next);
+            kernels->store_bf16(expert->out + row * width + o, width, scratch->first, NULL,
+                                num_rows, count);
+        }
+    }
+}
+
+static void run_experts(Job *job, int64_t task, Scratch *scratch) {
+    const Experts *p = (const Experts *)job;
+    if (task < p->first_tasks) {
+        run_gate_up(p, &p->experts[0], task, scratch);
+        return;
+    }
+    task -= p->first_tasks;
+    int64_t turn = task / (p->first_tasks + p->second_tasks);
+    int64_t place = task % (p->first_tasks + p->second_tasks);
+    int64_t num_first = turn + 1 < p->num_experts ? p->first_tasks : 0;
+    if (place < num_first)
+        run_gate_up(p, &p->experts[turn + 1], place, scratch);
+    else
+        run_down(p, &p->experts[turn], place - num_first, scratch);
+}
+
+static int64_t hidden_bytes(int64_t num_rows, size_t intermediate_size) {
+    return num_rows * (int64_t)intermediate_size * (int64_t)sizeof(uint16_t);
+}
+
+/* For each group g: out[starts[g]:ends[g]] = SwiGLU of x[starts[g]:ends[g]] with the expert in slot
+ * slots[g]. x and out are contiguous [N, D], not the same memory; ranges are disjoint. A slot holds
+ * gate [F, D] and up [F, D] at its start and down [D, F] at `down_offset`. Returns 0, or what is
+ * wrong. */
+EXPORT int oled_experts(const void *arena, int64_t slot_bytes, int64_t down_offset, int64_t hidden,
+                        int64_t intermediate, const void *x, void *out, int64_t num_groups,
+                        const int64_t *slots, const int64_t *starts, const int64_t *ends, int isa,
+                        int num_threads) {
+    const Kernels *kernels = kernels_of(isa);
+    if (!kernels) return ERROR_ISA;
+    int64_t max_rows = 0, total_rows = 0, total_bytes = 0;
+    for (int64_t g = 0; g < num_groups; g++) {
+        int64_t num_rows = ends[g] - starts[g];
+        if (num_rows > 0) total_bytes += 6 * hidden * intermediate;
+        if (num_rows > max_rows) max_rows = num_rows;
+        total_rows += num_rows > 0 ? num_rows : 0;
+    }
+    if (!total_rows) return ERROR_NONE;
+    Experts round = {
+        .job = {run_experts, kernels, 0, (int)smaller(MAX_ROWS, max_rows),
+                (size_t)(hidden > intermediate ? hidden : intermediate), 0},
+        .first_outputs =
+            outputs_of_task(2 * (size_t)hidden, intermediate, total_bytes, num_threads),
+        .second_outputs = outputs_of_task((size_t)intermediate, hidden, total_bytes, num_threads),
+        .hidden_size = (size_t)hidden, .intermediate_size = (size_t)intermediate,
+    };
+    round.first_tasks = tasks_of(intermediate, round.first_outputs);
+    round.second_tasks = tasks_of(hidden, round.second_outputs);
+    int64_t room = hidden_bytes(max_rows, intermediate);
+    if (room < MAX_HIDDEN_BYTES) room = MAX_HIDDEN_BYTES;
+    room = smaller(room, hidden_bytes(total_rows, intermediate));
+    size_t experts_bytes = round_up((size_t)num_groups * sizeof(Expert), 4096);
+    Call call;
+    size_t bytes_per_thread = scratch_bytes(&round.job);
+    int error = begin_call(&call, num_threads, bytes_per_thread, experts_bytes + (size_t)room);
+    if (error) return error;
+    round.experts = (Expert *)(call.memory + call.num_threads * bytes_per_thread);
+    uint16_t *hidden_rows = (uint16_t *)((char *)round.experts + experts_bytes);
+    for (int64_t g = 0; g < num_groups;) {
+        int64_t rows_of_round = 0;
+        for (round.num_experts = 0; g < num_groups; g++) {
+            int64_t num_rows = ends[g] - starts[g];
+            if (num_rows <= 0) continue;
+            if (hidden_bytes(rows_of_round + num_rows, intermediate) > room) break;
+            const char *slot = (const char *)arena + slots[g] * slot_bytes;
+            Expert *expert = &round.experts[round.num_experts++];
+            expert->gate_up = (const uint16_t *)slot;
+            expert->down = (const uint16_t *)(slot + down_offset);
+            expert->x = (const uint16_t *)x + starts[g] * hidden;
+            expert->out = (uint16_t *)out + starts[g] * hidden;
+            expert->hidden = hidden_rows + rows_of_round * intermediate;
+            expert->num_rows = num_rows;
+            expert->num_done = 0;
+            rows_of_round += num_rows;
+        }
+        if (!round.num_experts) break;
+        round.job.num_tasks = round.num_experts * (round.first_tasks + round.second_tasks);
+        perform(&round.job, call.memory, call.num_threads);
+    }
+    end_call(&call);
+    return ERROR_NONE;
+}
+
+/* ---- what comes before and after products ---------------------------------------------------- */
+
+#define TOKENS_OF_TASK 4
+
+typedef struct {
+    Job job;
+    const uint16_t *rows;
+    const int64_t *places;
+    const float *weights;
+    float *total;
+    int64_t num_tokens;
+    size_t width;
+    int num_places;
+} Combine;
+
+static void run_combine(Job *job, int64_t task, Scratch *scratch) {
+    (void)scratch;
+    Combine *p = (Combine *)job;
+    int64_t end = smaller((task + 1) * TOKENS_OF_TASK, p->num_tokens);
+    for (int64_t t = task * TOKENS_OF_TASK; t < end; t++)
+        job->kernels->combine(p->total + t * p->width, p->rows, p->width,
+                              p->places + t * p->num_places, p->weights + t * p->num_places,
+                              p->num_places);
+}
+
+/* total [T, D] = weighted sum of the `num_places` rows [N, D] of each token, in their order. */
+EXPORT int oled_combine(const void *rows, const int64_t *places, const float *weights, float *total,
+                        int64_t num_tokens, int64_t num_places, int64_t width, int isa,
+                        int num_threads) {
+    const Kernels *kernels = kernels_of(isa);
+    if (!kernels) return ERROR_ISA;
+    Combine combine = {
+        .job = {run_combine, kernels, tasks_of(num_tokens, TOKENS_OF_TASK), 1, 1, 0},
+        .rows = rows, .places = places, .weights = weights, .total = total,
+        .num_tokens = num_tokens, .width = (size_t)width, .num_places = (int)num_places,
+    };
+    Call call;
+    int error = begin_call(&call, num_threads, scratch_bytes(&combine.job), 0);
+    if (error) return error;
+    perform(&combine.job, call.memory, call.num_threads);
+    end_call(&call);
+    return ERROR_NONE;
+}
+
+typedef struct {
+    Job job;
+    const float *logits;
+    int64_t num_logits, banned;
+    int64_t *best;
+    float *probabilities;
+    _Atomic int num_bad;
+} Choose;
+
+static void run_choose(Job *job, int64_t task, Scratch *scratch) {
+    (void)scratch;
+    Choose *p = (Choose *)job;
+    int is_finite = job->kernels->choose(p->logits + task * p->num_logits, (size_t)p->num_logits,
+                                         (size_t)p->banned, p->best + task, p->probabilities + task);
+    if (!is_finite) atomic_fetch_add(&p->num_bad, 1);
+}
+
+/* For each row of logits [N, V] the best but `banned` and its probability. Returns how many rows
+ * hold numbers that are not finite, or what is wrong. */
+EXPORT int oled_choose(const float *logits, int64_t num_rows, int64_t num_logits, int64_t banned,
+                       int64_t *best, float *probabilities, int isa, int num_threads) {
+    const Kernels *kernels = kernels_of(isa);
+    if (!kernels) return ERROR_ISA;
+    Choose choose = {
+        .job = {run_choose, kernels, num_rows, 1, 1, 0}, .logits = logits,
+        .num_logits = num_logits, .banned = banned, .best = best, .probabilities = probabilities,
+    };
+    Call call;
+    int error = begin_call(&call, num_threads, scratch_bytes(&choose.job), 0);
+    if (error) return error;
+    perform(&choose.job, call.memory, call.num_threads);
+    end_call(&call);
+    return choose.num_bad;
+}
+
+/* ---- a plain read ---------------------------------------------------------------------------- */
+
+#define READ_TASK_BYTES (1024 * 1024)
+
+typedef struct {
+    Job job;
+    const char *memory;
+    int64_t num_bytes;
+    _Atomic uint64_t sum;
+} Read;
+
+static void run_read(Job *job, int64_t task, Scratch *scratch) {
+    (void)scratch;
+    Read *p = (Read *)job;
+    const char *memory = p->memory + task * READ_TASK_BYTES;
+    int64_t left = p->num_bytes - task * READ_TASK_BYTES;
+    int64_t size = left < READ_TASK_BYTES ? left : READ_TASK_BYTES;
+    uint64_t sums[32] = {0};
+    for (int64_t i = 0; i + (int64_t)sizeof sums <= size; i += sizeof sums) {
+        uint64_t words[32];
+        for (int j = 0; j < (int)sizeof sums; j += 64)
+            __builtin_prefetch(memory + i + j + (i + AHEAD_BYTES < size ? AHEAD_BYTES : 0), 0, 3);
+        memcpy(words, memory + i, sizeof words);
+        for (int j = 0; j < 32; j++) sums[j] += words[j];
+    }
+    for (int j = 1; j < 32; j++) sums[0] += sums[j];
+    atomic_fetch_add(&p->sum, sums[0]);
+}
+
+/* Reads memory as fast as it can be read and does nothing with it: what the products above are
+ * measured against. Returns the sum of its 64-bit words, of whole lines of 256 bytes. */
+EXPORT uint64_t oled_read(const void *memory, int64_t num_bytes, int num_threads) {
+    Read read = {.job = {run_read, &GENERIC, 0, 1, 1, 0}, .memory = memory, .num_bytes = num_bytes};
+    read.job.num_tasks = tasks_of(num_bytes, READ_TASK_BYTES);
+    Call call;
+    if (begin_call(&call, num_threads, scratch_bytes(&read.job), 0)) return 0;
+    perform(&read.job, call.memory, call.num_threads);
+    end_call(&call);
+    return read.sum;
+}
+
+/* setuptools builds modules of Python, which have this. Nobody imports it: ctypes loads it. */
+EXPORT void *PyInit__native(void) { return NULL; }

@@ -1,0 +1,269 @@
+"""The compiled kernels of native.c, loaded through ctypes; calls let other Python threads run.
+
+Weights are bfloat16, sums fp32. An output's bits depend on its own row, its weights and the
+instruction set alone: not on the number of rows or threads, nor on who shares the call. The library
+is an optional part of the install: `native_kernels` is None, and the log says why, without it.
+
+Legend: N rows, D hidden size, F hidden size of one expert, G groups, O outputs, K inputs.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.machinery
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from oled_moe.errors import MissingDependencyError
+from oled_moe.store import SlotArena
+from oled_moe.types import IntArray
+
+logger = logging.getLogger(__name__)
+
+# By their numbers in native.c, the slowest first.
+ISAS = ("generic", "avx2", "avx512-bf16")
+ABI_VERSION = 2
+_DIRECTORY = Path(__file__).parent
+_REMEDY = "install again where there is a C compiler (pip install -e .)"
+_OUT_OF_MEMORY = -1
+# Calls that read fewer bytes of weights are done before a second thread would be awake.
+_MIN_SHARED_BYTES = 512 * 1024
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+class NativeKernels:
+    """The functions of one library with one instruction set: `isa`, the best here by default.
+
+    `num_threads`: what dense products use, at first as many as torch has. Engines set it, as they
+    set torch's: both are the process's.
+
+    Raises: MissingDependencyError where `path` cannot be loaded, was built from another native.c,
+    or this processor lacks `isa`.
+    """
+
+    def __init__(self, isa: str | None = None, path: Path | None = None) -> None:
+        self._library = _open_library(_find_library() if path is None else path)
+        available = [name for name in ISAS if self._library.oled_has_isa(ISAS.index(name))]
+        if isa is not None and isa not in available:
+            raise MissingDependencyError(
+                f"native kernels: this processor does not run {isa!r}; allowed: "
+                f"{', '.join(available)}"
+            )
+        self.isa = available[-1] if isa is None else isa
+        self._isa = ISAS.index(self.isa)
+        self.num_threads = torch.get_num_threads()
+
+    def experts(
+        self,
+        arena: SlotArena,
+        rows_ND: Tensor,
+        out_ND: Tensor,
+        slots: IntArray,
+        starts: IntArray,
+        ends: IntArray,
+        num_threads: int,
+    ) -> None:
+        """out[starts[g]:ends[g]] = SwiGLU of the same rows with the expert in slots[g].
+
+        Shapes: rows and out bfloat16 [N, D], contiguous, not the same memory; slots, starts and
+        ends int64 [G], contiguous, ranges disjoint. Mutates: out, those rows.
+        """
+        if not len(slots):
+            return
+        layout = arena.layout
+        for rows in (rows_ND, out_ND):
+            assert rows.dtype == layout.dtype == torch.bfloat16 and rows.is_contiguous()
+            assert rows.shape == (len(rows_ND), layout.hidden_size)
+        for places, limit in (
+            (slots, len(arena) - 1),
+            (starts, len(rows_ND)),
+            (ends, len(rows_ND)),
+        ):
+            assert places.dtype == "int64" and places.shape == slots.shape
+            assert places.flags.c_contiguous and places.min() >= 0 and places.max() <= limit
+        self._check(
+            self._library.oled_experts(
+                arena.memory.data_ptr(),
+                layout.slot_bytes,
+                layout.down_offset,
+                layout.hidden_size,
+                layout.intermediate_size,
+                rows_ND.data_ptr(),
+                out_ND.data_ptr(),
+                len(slots),
+                slots.ctypes.data,
+                starts.ctypes.data,
+                ends.ctypes.data,
+                self._isa,
+                num_threads,
+            )
+        )
+
+    def linear(
+        self,
+        rows_NK: Tensor,
+        weight_OK: Tensor,
+        bias_O: Tensor | None,
+        out_NO: Tensor,
+        num_threads: int,
+    ) -> None:
+        """out = rows · weightᵀ + bias, rounded once.
+
+        Shapes: rows and weight bfloat16, contiguous; bias bfloat16 [O]; out bfloat16 or float32
+        [N, O], contiguous. Mutates: out.
+        """
+        (num_rows, num_inputs), num_outputs = rows_NK.shape, len(weight_OK)
+        assert weight_OK.shape[1] == num_inputs and out_NO.shape == (num_rows, num_outputs)
+        assert rows_NK.dtype == weight_OK.dtype == torch.bfloat16
+        assert out_NO.dtype in (torch.bfloat16, torch.float32)
+        assert rows_NK.is_contiguous() and weight_OK.is_contiguous() and out_NO.is_contiguous()
+        if bias_O is not None:
+            assert bias_O.dtype == torch.bfloat16 and bias_O.is_contiguous()
+            assert bias_O.shape == (num_outputs,)
+        self._check(
+            self._library.oled_linear(
+                weight_OK.data_ptr(),
+                rows_NK.data_ptr(),
+                None if bias_O is None else bias_O.data_ptr(),
+                out_NO.data_ptr(),
+                num_rows,
+                num_inputs,
+                num_outputs,
+                out_NO.dtype == torch.float32,
+                self._isa,
+                num_threads,
+            )
+        )
+
+    def combine(self, rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Σ weights[t, k] · rows[places[t, k]] for each token, in the order of k; fp32 [T, D].
+
+        Shapes: rows bfloat16 [N, D]; places int64 [T, K]; weights float32 [T, K]; contiguous.
+        """
+        num_tokens, num_places = places_TK.shape
+        assert rows_ND.dtype == torch.bfloat16 and rows_ND.is_contiguous()
+        assert places_TK.dtype == torch.int64 and places_TK.is_contiguous()
+        assert weights_TK.dtype == torch.float32 and weights_TK.is_contiguous()
+        assert weights_TK.shape == places_TK.shape
+        total_TD = torch.empty(num_tokens, rows_ND.shape[1])
+        num_threads = self.num_threads if rows_ND.nbytes >= _MIN_SHARED_BYTES else 1
+        self._check(
+            self._library.oled_combine(
+                rows_ND.data_ptr(),
+                places_TK.data_ptr(),
+                weights_TK.data_ptr(),
+                total_TD.data_ptr(),
+                num_tokens,
+                num_places,
+                rows_ND.shape[1],
+                self._isa,
+                num_threads,
+            )
+        )
+        return total_TD
+
+    def choose(self, logits_NV: Tensor, banned_id: int) -> tuple[Tensor, Tensor, bool]:
+        """The best id of each row but `banned_id` (the first of equals), its probability among
+        all, and whether all logits are finite; without, ids and probabilities mean nothing.
+
+        Shapes: logits float32 [N, V], contiguous -> int64 [N], float32 [N].
+        """
+        assert logits_NV.dtype == torch.float32 and logits_NV.is_contiguous()
+        num_rows, num_logits = logits_NV.shape
+        best_N = torch.empty(num_rows, dtype=torch.int64)
+        probability_N = torch.empty(num_rows)
+        num_threads = self.num_threads if logits_NV.nbytes >= _MIN_SHARED_BYTES else 1
+        num_bad = self._library.oled_choose(
+            logits_NV.data_ptr(),
+            num_rows,
+            num_logits,
+            banned_id,
+            best_N.data_ptr(),
+            probability_N.data_ptr(),
+            self._isa,
+            num_threads,
+        )
+        if num_bad < 0:
+            self._check(num_bad)
+        return best_N, probability_N, num_bad == 0
+
+    def read(self, memory: Tensor, num_threads: int) -> None:
+        """Read memory as fast as it can be read: what the products are measured against."""
+        assert memory.is_contiguous() and memory.device.type == "cpu"
+        self._library.oled_read(memory.data_ptr(), memory.nbytes, num_threads)
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status == _OUT_OF_MEMORY:
+            raise MemoryError("native kernels: no memory for the rows of a call")
+        assert status == 0, status
+
+
+@functools.cache
+def native_kernels() -> NativeKernels | None:
+    """The library with the best instruction set here, or None, with the reason in the log."""
+    try:
+        native = NativeKernels()
+    except MissingDependencyError as error:
+        logger.warning("%s; torch computes on the CPU instead, which is slower", error)
+        return None
+    if native.isa == ISAS[0]:
+        logger.warning(
+            "native kernels: no AVX2 here, so torch computes on the CPU instead; "
+            "only that path is tuned"
+        )
+        return None
+    logger.info("native kernels: %s", native.isa)
+    return native
+
+
+def worthwhile_threads(weight_bytes: int, num_threads: int) -> int:
+    """How many of `num_threads` to use for a call that reads so many bytes of weights."""
+    return num_threads if weight_bytes >= _MIN_SHARED_BYTES else 1
+
+
+def _find_library() -> Path:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = _DIRECTORY / f"_native{suffix}"
+        if path.exists():
+            return path
+    raise MissingDependencyError(f"native kernels: were not built; {_REMEDY}")
+
+
+def _open_library(path: Path) -> ctypes.CDLL:
+    """The library with its functions declared, once it proves to be the one expected."""
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.oled_abi_version()
+    except (OSError, AttributeError) as error:
+        raise MissingDependencyError(
+            f"native kernels: {path.name} cannot be loaded ({error}); {_REMEDY}"
+        ) from None
+    if version != ABI_VERSION:
+        raise MissingDependencyError(
+            f"native kernels: {path.name} has version {version}, {ABI_VERSION} is needed; {_REMEDY}"
+        )
+    library.oled_source_id.restype = ctypes.c_uint64
+    # Where the source lies beside it, as in a checkout, it may have changed since.
+    source = _DIRECTORY / "native.c"
+    if source.exists() and library.oled_source_id() != source_id(source):
+        raise MissingDependencyError(
+            f"native kernels: {path.name} was built from another native.c; {_REMEDY}"
+        )
+    library.oled_has_isa.argtypes = [_INT]
+    library.oled_experts.argtypes = [_POINTER, *[_LONG] * 4, _POINTER, _POINTER, _LONG]
+    library.oled_experts.argtypes += [*[_POINTER] * 3, _INT, _INT]
+    library.oled_linear.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3]
+    library.oled_combine.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, _INT, _INT]
+    library.oled_choose.argtypes = [_POINTER, *[_LONG] * 3, _POINTER, _POINTER, _INT, _INT]
+    library.oled_read.argtypes = [_POINTER, _LONG, _INT]
+    library.oled_read.restype = ctypes.c_uint64
+    return library
+
+
+def source_id(source: Path) -> int:
+    """What setup.py puts into the library: the first 8 bytes of the SHA-256 of native.c."""
+    return int(hashlib.sha256(source.read_bytes()).hexdigest()[:16], 16)
