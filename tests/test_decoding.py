@@ -31,10 +31,19 @@ from oled_moe.errors import OledMoeError
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import Model
-from oled_moe.types import ForwardContext, ForwardRow, Phase, TokenState
+from oled_moe.types import (
+    ForwardContext,
+    ForwardOutcome,
+    ForwardRow,
+    LayerDemand,
+    LayerPlan,
+    Phase,
+    TokenState,
+)
 from oled_moe.unmasking import sample
 
 VOCABULARY, MASK, EOS = 12, 11, 10
+FOLDED = (Phase.COMMIT, Phase.DENOISE)
 # All tokens up to the end of the block at work -> logits of that block [B, V].
 Script = Callable[[list[int], int], Tensor]
 
@@ -61,22 +70,29 @@ class ScriptedModel:
         return self.sequences[-1]
 
     def forward(self, batch: ForwardBatch) -> Tensor | None:
-        (segment,) = batch.segments
-        kv, num_tokens = segment.kv, segment.num_tokens
+        kv = batch.segments[0].kv
         self.forwards.append(batch)
         self.lengths.append(kv.length)
-        end = kv.length + num_tokens
+        end = kv.length + len(batch.token_ids)
         assert batch.positions.tolist() == list(range(kv.length, end))
-        assert batch.token_ids.dtype == torch.int64 and len(batch.token_ids) == num_tokens
-        keys = batch.token_ids.float().view(1, -1, 1)
-        kv.write(0, keys, keys)
-        if not segment.wants_logits:
-            return None
-        seen = kv.written(0, num_tokens)[0].flatten().long().tolist()
-        return self.script(seen, batch.context.block_length).clone()
+        assert batch.token_ids.dtype == torch.int64
+        assert [(s.num_tokens, s.wants_logits) for s in batch.segments] == [
+            (row.num_tokens, row.phase is Phase.DENOISE) for row in batch.context.rows
+        ]
+        logits, start = None, 0
+        for segment in batch.segments:
+            assert segment.kv is kv and segment.offset == start
+            keys = batch.token_ids[start : start + segment.num_tokens].float().view(1, -1, 1)
+            kv.write(0, keys, keys, offset=start)
+            start += segment.num_tokens
+            if segment.wants_logits:
+                seen = kv.written(0, start)[0].flatten().long().tolist()
+                logits = self.script(seen, segment.num_tokens).clone()[segment.logit_tokens]
+        return logits
 
     def phases(self) -> list[Phase]:
-        return [batch.context.rows[0].phase for batch in self.forwards]
+        """What each forward is counted as: a commit folded into a denoising forward is none."""
+        return [batch.context.rows[-1].phase for batch in self.forwards]
 
 
 def peaked(pairs: Sequence[tuple[int, float]]) -> Tensor:
@@ -122,6 +138,7 @@ class Run:
     steps: list[DecodingStep]
     counters: DecodingCounters
     model: ScriptedModel
+    outcomes: list[ForwardOutcome]
 
     @property
     def answer(self) -> list[int]:
@@ -139,16 +156,23 @@ def run(
     *,
     stop_rule: StopRule = never_stop,
     limit: int = 2000,
+    folds: bool = True,
+    all_logits: bool = False,
 ) -> Run:
     model, counters = ScriptedModel(script), DecodingCounters()
+    outcomes: list[ForwardOutcome] = []
     decoder = BlockDiffusionDecoder(
-        model, start_forward=lambda context: None, end_forward=lambda outcome: None
+        model,
+        start_forward=lambda context: None,
+        end_forward=outcomes.append,
+        folds_commit=folds,
     )
+    decoder.wants_all_logits = all_logits
     steps = []
     for step in decoder.decode(prompt, chosen, stop_rule=stop_rule, counters=counters):
         steps.append(step)
         assert len(steps) <= limit, "the loop does not end"
-    return Run(steps, counters, model)
+    return Run(steps, counters, model, outcomes)
 
 
 # --- the reference loops: a whole canvas each time, no cache (models.md 4 and 5)
@@ -261,6 +285,7 @@ PROMPTS = st.lists(st.integers(0, VOCABULARY - 1), max_size=11)
     max_post=st.integers(0, 4),
     num_to_transfer=st.integers(1, 7),
     early=st.booleans(),
+    folds=st.booleans(),
 )
 def test_cached_loops_equal_the_canvas_loops(
     algorithm: str,
@@ -276,6 +301,7 @@ def test_cached_loops_equal_the_canvas_loops(
     max_post: int,
     num_to_transfer: int,
     early: bool,
+    folds: bool,
 ) -> None:
     values = {
         "algorithm": algorithm,
@@ -291,12 +317,13 @@ def test_cached_loops_equal_the_canvas_loops(
     }
     chosen = params(**values)
     script = chaotic(seed, scale)
-    found = run(script, prompt, chosen)
+    found = run(script, prompt, chosen, folds=folds)
     answer, num_forwards = REFERENCES[algorithm](script, prompt, chosen)
     assert found.answer == answer
     assert found.counters.num_denoise_forwards == num_forwards == len(found.steps)
     assert MASK not in found.answer
     assert found.reason == ("stop" if EOS in answer else "length")
+    assert not (folds and found.counters.num_commit_forwards)
     check_bookkeeping(found, prompt, chosen)
 
 
@@ -332,49 +359,76 @@ def check_contexts(found: Run, prompt: list[int], chosen: DecodingParams) -> Non
     steps = iter(found.steps)
     latest: dict[int, float] = {}
     step_ids: dict[int, int] = {}
-    for batch, start in zip(found.model.forwards, found.model.lengths, strict=True):
+    for batch, outcome, prefix in zip(
+        found.model.forwards, found.outcomes, found.model.lengths, strict=True
+    ):
         context = batch.context
-        (row,) = context.rows
-        assert context.block_length == length and row.num_tokens == len(batch.token_ids)
-        assert context.num_tokens == row.num_tokens
-        assert row.block_id == start // length
-        positions = range(start, start + row.num_tokens)
-        states = [TokenState(state) for state in context.token_state]
-        assert [state is TokenState.PROMPT for state in states] == [
-            position < len(prompt) for position in positions
-        ]
-        assert context.is_denoise == (row.phase is Phase.DENOISE)
-        if row.phase is not Phase.DENOISE:
-            assert (context.token_confidence == 1).all()
-            assert TokenState.MASKED not in states
-            continue
-        assert row.num_tokens == length and row.step_id == step_ids.get(row.block_id, 0)
-        step_ids[row.block_id] = row.step_id + 1
-        for position, state, confidence in zip(
-            positions, states, context.token_confidence, strict=True
-        ):
-            if state is TokenState.MASKED:
-                assert batch.token_ids[position - start] == MASK
-                assert confidence == np.float32(latest.get(position, FRESH_CONFIDENCE))
-            else:
-                assert confidence == 1
-        step = next(steps)
-        assert (step.block_id, step.step_id, step.block_start) == (row.block_id, row.step_id, start)
-        masked_before = {
-            p for p, s in zip(positions, states, strict=True) if s is TokenState.MASKED
-        }
-        masked_after = {p for p, m in zip(positions, step.is_masked, strict=True) if m}
-        changed = {change.position for change in step.changes}
-        assert masked_before - masked_after == changed & masked_before
-        before = dict(zip(positions, batch.token_ids.tolist(), strict=True))
-        after = dict(zip(positions, step.token_ids, strict=True))
-        assert changed == {p for p in positions if before[p] != after[p]}
-        assert all(c.from_id == before[c.position] for c in step.changes)
-        assert all(c.to_id == after[c.position] != MASK for c in step.changes)
-        assert all(position >= len(prompt) for position in changed)
-        seen = found.model.script([*found_prefix(found, start), *batch.token_ids.tolist()], length)
-        _, confidence = _best_of(seen)
-        latest.update(zip(positions, confidence, strict=True))
+        assert outcome.context is context
+        assert context.block_length == length
+        assert context.num_tokens == len(batch.token_ids)
+        phases = [row.phase for row in context.rows]
+        assert phases in ([Phase.PREFILL], [Phase.COMMIT], [Phase.DENOISE], list(FOLDED))
+        assert context.is_denoise == (Phase.DENOISE in phases)
+        end = 0
+        for row in context.rows:
+            first, end = end, end + row.num_tokens
+            start = prefix + first
+            token_ids = batch.token_ids[first:end].tolist()
+            assert row.block_id == start // length
+            positions = range(start, start + row.num_tokens)
+            assert context.token_position is not None
+            assert context.token_position[first:end].tolist() == list(positions)
+            states = [TokenState(state) for state in context.token_state[first:end]]
+            assert [state is TokenState.PROMPT for state in states] == [
+                position < len(prompt) for position in positions
+            ]
+            confidences = context.token_confidence[first:end]
+            if row.phase is not Phase.DENOISE:
+                assert (confidences == 1).all()
+                assert TokenState.MASKED not in states
+                assert np.isnan(outcome.token_confidence[first:end]).all()
+                assert not outcome.token_accepted[first:end].any()
+                continue
+            assert row.num_tokens == length and row.step_id == step_ids.get(row.block_id, 0)
+            step_ids[row.block_id] = row.step_id + 1
+            for position, state, confidence in zip(positions, states, confidences, strict=True):
+                if state is TokenState.MASKED:
+                    assert token_ids[position - start] == MASK
+                    assert confidence == np.float32(latest.get(position, FRESH_CONFIDENCE))
+                else:
+                    assert confidence == 1
+            step = next(steps)
+            assert (step.block_id, step.step_id, step.block_start) == (
+                row.block_id,
+                row.step_id,
+                start,
+            )
+            masked_before = {
+                p for p, s in zip(positions, states, strict=True) if s is TokenState.MASKED
+            }
+            masked_after = {p for p, m in zip(positions, step.is_masked, strict=True) if m}
+            changed = {change.position for change in step.changes}
+            assert masked_before - masked_after == changed & masked_before
+            accepted = outcome.token_accepted[first:end].nonzero()[0] + start
+            assert set(accepted.tolist()) == masked_before - masked_after
+            before = dict(zip(positions, token_ids, strict=True))
+            after = dict(zip(positions, step.token_ids, strict=True))
+            assert changed == {p for p in positions if before[p] != after[p]}
+            assert all(c.from_id == before[c.position] for c in step.changes)
+            assert all(c.to_id == after[c.position] != MASK for c in step.changes)
+            assert all(position >= len(prompt) for position in changed)
+            seen = found.model.script([*found_prefix(found, start), *token_ids], length)
+            _, confidence = _best_of(seen)
+            latest.update(zip(positions, confidence, strict=True))
+            # What was looked at has its confidence, and nothing else has one.
+            is_known = ~np.isnan(outcome.token_confidence[first:end])
+            is_wanted = [p >= len(prompt) for p in positions]
+            if chosen.algorithm == "low_confidence":
+                is_wanted = [p in masked_before for p in positions]
+            assert is_known.tolist() == is_wanted
+            np.testing.assert_array_equal(
+                outcome.token_confidence[first:end][is_known], np.array(confidence)[is_known]
+            )
     assert next(steps, None) is None
 
 
@@ -407,19 +461,21 @@ def check_steps(found: Run, prompt: list[int], chosen: DecodingParams) -> None:
     ("prompt", "max_tokens"),
     [([], 8), ([], 5), ([1], 1), ([1, 2], 7), ([1, 2, 3, 4], 4), ([1] * 9, 6), ([1] * 8, 1)],
 )
-def test_lengths_of_prompt_and_answer(prompt: list[int], max_tokens: int) -> None:
+@pytest.mark.parametrize("folds", [False, True])
+def test_lengths_of_prompt_and_answer(prompt: list[int], max_tokens: int, folds: bool) -> None:
     answer = [1, 2, 3, 4, 5, 6, 7]
-    found = run(
-        answering(answer, start=len(prompt)), prompt, params(max_tokens=max_tokens, threshold=0.5)
-    )
+    chosen = params(max_tokens=max_tokens, threshold=0.5)
+    found = run(answering(answer, start=len(prompt)), prompt, chosen, folds=folds)
     assert found.answer == [answer[i % 7] for i in range(max_tokens)]
     assert found.reason == "length"
     num_blocks = -(-(len(prompt) + max_tokens) // 4) - len(prompt) // 4
     # One forward a block suffices for a confident model; the last block is not committed.
     assert found.counters.num_denoise_forwards == num_blocks
-    assert found.counters.num_commit_forwards == num_blocks - 1
+    assert found.counters.num_commit_forwards == (0 if folds else num_blocks - 1)
+    folded = [len(batch.context.rows) == 2 for batch in found.model.forwards]
+    assert sum(folded) == (num_blocks - 1 if folds else 0)
     assert found.counters.num_prefill_forwards == (len(prompt) >= 4)
-    check_bookkeeping(found, prompt, params(max_tokens=max_tokens))
+    check_bookkeeping(found, prompt, chosen)
 
 
 @pytest.mark.parametrize("algorithm", sorted(REFERENCES))
@@ -585,25 +641,31 @@ def oscillating(seen: list[int], block_length: int) -> Tensor:
     return peaked([(1 if token != 1 else 2, 0.95) for token in block])
 
 
+@pytest.mark.parametrize("folds", [False, True])
 @pytest.mark.parametrize("limit", [0, 1, 16])
-def test_oscillation_takes_the_post_steps_and_a_commit(limit: int) -> None:
+def test_oscillation_takes_the_post_steps_and_a_commit(limit: int, folds: bool) -> None:
     chosen = params(
         algorithm="joint_threshold", threshold=0.5, edit_threshold=0.5, max_post_edit_steps=limit
     )
-    found = run(oscillating, [], chosen)
+    found = run(oscillating, [], chosen, folds=folds)
     # One forward fills a block, the post steps follow; the first of two blocks is committed.
     assert found.counters.num_denoise_forwards == 2 * (1 + limit)
-    assert found.counters.num_commit_forwards == 1
+    assert found.counters.num_commit_forwards == (not folds)
     check_bookkeeping(found, [], chosen)
 
 
+@pytest.mark.parametrize("folds", [False, True])
 @pytest.mark.parametrize("limit", [0, 1, 16])
-def test_a_settled_block_needs_no_commit_forward(limit: int) -> None:
+def test_a_settled_block_needs_no_commit_forward(limit: int, folds: bool) -> None:
     chosen = params(algorithm="joint_threshold", threshold=0.5, max_post_edit_steps=limit)
-    found = run(answering([1, 2, 3]), [], chosen)
+    found = run(answering([1, 2, 3]), [], chosen, folds=folds)
     # A post step that changes nothing settles the block; with none allowed it cannot be known.
     assert found.counters.num_denoise_forwards == 2 * (1 + min(limit, 1))
-    assert found.counters.num_commit_forwards == (limit == 0)
+    folded = [len(batch.context.rows) == 2 for batch in found.model.forwards]
+    assert (found.counters.num_commit_forwards, sum(folded)) == (
+        (limit == 0 and not folds),
+        (limit == 0 and folds),
+    )
     check_bookkeeping(found, [], chosen)
 
 
@@ -693,15 +755,23 @@ def test_seeds_of_a_request() -> None:
     prompt=PROMPTS,
     max_tokens=st.integers(1, 14),
     early=st.booleans(),
+    temperature=st.sampled_from([0.0, 0.8]),
     top_p=st.none() | st.floats(0, 1),
 )
-@example("joint_threshold", 0, [], 9, False, None)
-def test_sampled_runs_keep_the_books(
-    algorithm: str, seed: int, prompt: list[int], max_tokens: int, early: bool, top_p: float | None
+@example("joint_threshold", 0, [], 9, False, 0.8, None)
+def test_neither_folding_nor_more_logits_change_what_comes_out(
+    algorithm: str,
+    seed: int,
+    prompt: list[int],
+    max_tokens: int,
+    early: bool,
+    temperature: float,
+    top_p: float | None,
 ) -> None:
+    """Greedy or sampled: the same steps, with one forward fewer for each commit."""
     chosen = params(
         algorithm=algorithm,
-        temperature=0.8,
+        temperature=temperature,
         top_p=top_p,
         max_tokens=max_tokens,
         eos_early_stop=early,
@@ -712,6 +782,28 @@ def test_sampled_runs_keep_the_books(
     check_steps(found, prompt, chosen)
     (kv,) = found.model.sequences
     assert kv.capacity == -(-(len(prompt) + max_tokens) // 4) * 4
+    for folds, all_logits in ((False, False), (True, True), (False, True)):
+        other = run(chaotic(seed), prompt, chosen, folds=folds, all_logits=all_logits)
+        assert other.steps == found.steps
+        num_folded = sum(len(batch.context.rows) == 2 for batch in found.model.forwards)
+        assert other.counters.num_commit_forwards == (0 if folds else num_folded)
+        if all_logits:
+            rows = [batch.context.rows[-1] for batch in other.model.forwards]
+            for row, outcome in zip(rows, other.outcomes, strict=True):
+                is_known = ~np.isnan(outcome.token_confidence[-row.num_tokens :])
+                assert is_known.all() == is_known.any() == (row.phase is Phase.DENOISE)
+
+
+def test_no_forward_for_a_block_that_is_not_decoded() -> None:
+    """The last block, and one that ends the answer, are not committed in any way."""
+    script = answering([1, 2, 3, EOS, 4, 5])
+    for early in (False, True):
+        found = run(script, [], params(max_tokens=40, eos_early_stop=early, threshold=0.5))
+        assert (found.answer, len(found.model.forwards)) == ([1, 2, 3, EOS], 1)
+    found = run(answering([1, 2]), [], params(max_tokens=8, threshold=0.5))
+    assert [len(batch.token_ids) for batch in found.model.forwards] == [4, 8]
+    (kv,) = found.model.sequences
+    assert kv.length == 4
 
 
 def test_moments_are_in_order() -> None:
@@ -780,11 +872,12 @@ def forward_all(model: Model, token_ids: list[int], block_length: int) -> tuple[
 
 @dataclass
 class Recording:
-    """The real model, keeping its sequences and the tokens and logits of each forward."""
+    """The real model, keeping its sequences and, of each forward with logits, its tokens, whose
+    logits these are, and the logits."""
 
     model: Model
     sequences: list[SequenceKv] = field(default_factory=list)
-    logits: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    logits: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
 
     def new_kv(self, num_positions: int) -> SequenceKv:
         self.sequences.append(self.model.new_kv(num_positions))
@@ -793,7 +886,9 @@ class Recording:
     def forward(self, batch: ForwardBatch) -> Tensor | None:
         logits = self.model.forward(batch)
         if logits is not None:
-            self.logits.append((batch.token_ids.tolist(), logits.clone()))
+            wanted = batch.segments[-1].logit_tokens
+            assert wanted is not None
+            self.logits.append((batch.token_ids.tolist(), wanted, logits.clone()))
         return logits
 
 
@@ -828,9 +923,64 @@ def test_the_prefix_cache_is_exact(
     steps = list(decoder.decode(prompt, chosen))
     assert list(steps[-1].answer_ids) == whole.answer and len(whole.answer) == 11
     inputs = [batch.token_ids.tolist() for batch in whole.model.forwards if batch.wants_logits]
-    assert [ids for ids, _ in recording.logits] == inputs
-    for expected, (_, logits) in zip(recomputed, recording.logits, strict=True):
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert [ids for ids, _, _ in recording.logits] == inputs
+    for expected, (_, wanted, logits) in zip(recomputed, recording.logits, strict=True):
+        torch.testing.assert_close(logits, expected[wanted], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", sorted(REFERENCES))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_real_model_says_the_same_folded_or_not(
+    engine: Engine, algorithm: str, temperature: float
+) -> None:
+    """Tokens, and keys and values of the finished blocks; the commit's rows skip the last layer."""
+    for seed in range(4):
+        prompt = np.random.default_rng(seed).integers(0, 36, 3 + 5 * seed).tolist()
+        chosen = params(
+            algorithm=algorithm,
+            temperature=temperature,
+            mask_token_id=37,
+            eos_token_id=None,
+            block_length=8,
+            max_tokens=45,
+            threshold=0.3,
+            edit_threshold=0.2,
+            max_post_edit_steps=2,
+            seed=seed,
+        )
+        found: list[tuple[list[DecodingStep], SequenceKv]] = []
+        for folds, all_logits in ((True, False), (False, False), (True, True)):
+            recording, seen = Recording(engine.model), list[LayerDemand]()
+
+            def observe(
+                demand: LayerDemand, plan: LayerPlan, seen: list[LayerDemand] = seen
+            ) -> None:
+                seen.append(demand)
+
+            engine.experts.observers.append(observe)
+            decoder = BlockDiffusionDecoder(
+                recording,
+                start_forward=engine.experts.start_forward,
+                end_forward=engine.experts.end_forward,
+                folds_commit=folds,
+            )
+            decoder.wants_all_logits = all_logits
+            found.append((list(decoder.decode(prompt, chosen)), recording.sequences[0]))
+            engine.experts.observers.remove(observe)
+            is_folded = [len(d.topk_ids) == 16 for d in seen if d.context.is_denoise]
+            # Settled blocks of LLaDA2.1 need no commit.
+            assert any(is_folded) == folds or algorithm == "joint_threshold"
+            assert folds or not any(is_folded)
+            assert {len(d.topk_ids) for d in seen if d.layer == 1} == {8}
+        (steps, kv), *others = found
+        for other_steps, other_kv in others:
+            assert [step.token_ids for step in other_steps] == [step.token_ids for step in steps]
+            assert other_kv.length == kv.length
+            for layer in range(CONFIG["num_hidden_layers"]):
+                for left, right in zip(
+                    other_kv.written(layer, 0), kv.written(layer, 0), strict=True
+                ):
+                    torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 
 
 def test_chunked_prefill_equals_one_piece(engine: Engine) -> None:

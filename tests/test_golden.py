@@ -12,8 +12,9 @@ from fakes import LIVE_POLICIES
 from safetensors.torch import load_file
 from torch import Tensor
 
-from oled_moe.config import EngineConfig, SamplingParams
+from oled_moe.config import DecodingParams, EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
+from oled_moe.decoding import BlockDiffusionDecoder, DecodingCounters
 from oled_moe.engine import Engine
 from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.types import ForwardContext, ForwardRow, LayerDemand, LayerPlan, Phase, TokenState
@@ -186,6 +187,41 @@ def test_every_run_once() -> None:
         check_runs(engine, "llada2_b", "v20")
 
 
+@pytest.mark.parametrize(
+    "model, version", [("llada2_a", "v20"), ("llada2_a", "v21"), ("llada2_b", "v20")]
+)
+def test_runs_with_and_without_folded_commits(model: str, version: str) -> None:
+    """The reference's tokens and forwards both ways; unfolded there are commits on top."""
+    num_forwards = {}
+    with open_engine(model, experts_per_layer=3) as engine:
+        for folds in (True, False):
+            contexts: list[ForwardContext] = []
+
+            def start(context: ForwardContext, contexts: list[ForwardContext] = contexts) -> None:
+                contexts.append(context)
+                engine.experts.start_forward(context)
+
+            decoder = BlockDiffusionDecoder(
+                engine.model,
+                start_forward=start,
+                end_forward=engine.experts.end_forward,
+                folds_commit=folds,
+            )
+            for run in golden_runs(model, version):
+                counters = DecodingCounters()
+                params = params_of(run, version).with_defaults(engine.sampling_defaults)
+                resolved = DecodingParams.resolve(params)
+                *_, last = decoder.decode(run["prompt_ids"], resolved, counters=counters)
+                assert list(last.answer_ids) == run["output_ids"], run["name"]
+                assert counters.num_denoise_forwards == run["num_forwards"], run["name"]
+                assert folds <= (counters.num_commit_forwards == 0)
+            num_forwards[folds] = len(contexts)
+            num_folded = sum(len(context.rows) == 2 for context in contexts)
+            num_commits = sum(context.rows[0].phase == Phase.COMMIT for context in contexts)
+            assert num_folded == (num_commits if folds else 0) and num_commits > 0
+    assert num_forwards[True] == num_forwards[False] - num_commits
+
+
 @pytest.mark.parametrize("convention", ["llada20", "llada21", "merged"])
 def test_shard_conventions_give_the_same_tokens(convention: Any, tmp_path: Path) -> None:
     source = GOLDEN / "llada2_b"
@@ -251,7 +287,9 @@ def test_confidences_and_routing_per_step(version: str) -> None:
             for layer in range(1, 4):
                 key = f"{name}.trace.layers.{layer}.topk_idx"
                 if key in expected:
-                    seen = [d.topk_ids for d in demands if d.layer == layer - 1]
+                    # A folded commit's tokens come first.
+                    length = run["args"]["block_length"]
+                    seen = [d.topk_ids[-length:] for d in demands if d.layer == layer - 1]
                     assert np.array_equal(np.stack(seen), expected[key].numpy())
                     num_routed += 1
     assert num_routed

@@ -16,6 +16,7 @@ from oled_moe.layers import (
     apply_rotary,
     block_attention,
     grouped_sigmoid_router,
+    query_slices,
     rms_norm,
     rotary_table,
     swiglu,
@@ -78,8 +79,9 @@ def test_attention_is_block_causal(
     queries = randn(num_queries, kv_heads * group, size)
     keys = randn(kv_heads, num_keys, size, seed=1)
     values = randn(kv_heads, num_keys, size, seed=2)
-    found = block_attention(queries, keys, values, block_length=block_length)
     start = num_keys - num_queries
+    slices = query_slices(start, num_queries, block_length)
+    found = block_attention(queries, keys, values, slices)
     for t in range(num_queries):
         last = ((start + t) // block_length + 1) * block_length
         for head in range(kv_heads * group):
@@ -170,6 +172,18 @@ def test_keys_and_values_replace_what_is_not_finished() -> None:
     assert (kv.length, kv.capacity) == (4, 8)
 
 
+def test_keys_and_values_behind_those_of_another_segment() -> None:
+    kv = new_kv()
+    kv.write(0, torch.full((1, 2, 1), 1.0), torch.full((1, 2, 1), -1.0))
+    kv.write(0, torch.full((1, 3, 1), 2.0), torch.full((1, 3, 1), -2.0), offset=2)
+    assert kv.written(0, 5)[0].flatten().tolist() == [1, 1, 2, 2, 2]
+    kv.advance(2)
+    kv.write(0, torch.full((1, 3, 1), 3.0), torch.full((1, 3, 1), -3.0))
+    assert kv.written(0, 3)[1].flatten().tolist() == [-1, -1, -3, -3, -3]
+    with pytest.raises(AssertionError, match="outgrew"):
+        kv.write(0, torch.zeros(1, 3, 1), torch.zeros(1, 3, 1), offset=4)
+
+
 def test_keys_and_values_have_an_end() -> None:
     kv = new_kv(4)
     rows = torch.zeros(1, 3, 1)
@@ -191,7 +205,8 @@ def test_the_wanted_part_of_a_batch() -> None:
     segments = tuple(Segment(new_kv(), size, want) for size, want in zip(sizes, wants, strict=True))
     batch = ForwardBatch(torch.arange(6) + 10, torch.arange(6) + 20, segments, context)
     assert batch.wants_logits and not batch.all_want_logits
-    assert batch.wanted_tokens().tolist() == [False, False, True, True, True, True]
+    assert batch.wanted(torch.arange(6)).tolist() == [2, 3, 4, 5]
+    assert batch.logit_tokens() is None
     part = batch.wanted_part()
     assert part.all_want_logits and part.segments == segments[1:]
     assert part.token_ids.tolist() == [12, 13, 14, 15]
@@ -199,3 +214,22 @@ def test_the_wanted_part_of_a_batch() -> None:
     assert part.context.rows == rows[1:] and part.context.forward_id == 3
     assert part.context.token_confidence.tolist() == [2, 3, 4, 5]
     assert part.context.token_state.tolist() == [2, 3, 4, 5]
+
+
+def test_tokens_whose_logits_are_wanted_count_within_the_wanted_part() -> None:
+    context = ForwardContext(
+        0,
+        4,
+        tuple(ForwardRow(i, 0, 0, Phase.DENOISE, 4) for i in range(3)),
+        np.ones(12, dtype=np.float32),
+        np.zeros(12, dtype=np.uint8),
+    )
+    segments = (
+        Segment(new_kv(), 4, True, 0, torch.tensor([1, 3])),
+        Segment(new_kv(), 4, False, 0, torch.tensor([], dtype=torch.int64)),
+        Segment(new_kv(), 4, True),
+    )
+    batch = ForwardBatch(torch.arange(12), torch.arange(12), segments, context)
+    for each in (batch, batch.wanted_part()):
+        tokens = each.logit_tokens()
+        assert tokens is not None and tokens.tolist() == [1, 3, 4, 5, 6, 7]

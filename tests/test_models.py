@@ -398,3 +398,49 @@ def test_a_forward_without_logits_skips_the_last_layers_experts(engine: Engine) 
         assert seen == [0, 0, 1]
     finally:
         engine.experts.observers.remove(observer)
+
+
+def test_two_blocks_of_a_sequence_in_one_forward(engine: Engine) -> None:
+    """As a folded commit has them: the same as one after the other, the first without logits."""
+    model, random = engine.model, np.random.default_rng(6)
+    prefix, first, second = (random.integers(0, 37, n).tolist() for n in (8, 4, 4))
+    wanted = torch.tensor([0, 2, 3])
+
+    def started() -> SequenceKv:
+        kv = model.new_kv(16)
+        forward(model, [(kv, prefix, False)])
+        kv.advance(8)
+        return kv
+
+    apart, together = started(), started()
+    forward(model, [(apart, first, False)])
+    apart.advance(4)
+    expected = forward(model, [(apart, second, True)])
+    context = ForwardContext(
+        1,
+        4,
+        (ForwardRow(0, 2, 1, Phase.COMMIT, 4), ForwardRow(0, 3, 0, Phase.DENOISE, 4)),
+        np.ones(8, np.float32),
+        np.zeros(8, np.uint8),
+    )
+    segments = (Segment(together, 4, False), Segment(together, 4, True, 4, wanted))
+    seen: list[int] = []
+
+    def observer(demand: LayerDemand, plan: LayerPlan) -> None:
+        seen.append(len(demand.topk_ids))
+
+    engine.experts.observers.append(observer)
+    try:
+        logits = model.forward(
+            ForwardBatch(torch.tensor(first + second), torch.arange(8, 16), segments, context)
+        )
+    finally:
+        engine.experts.observers.remove(observer)
+    assert logits is not None and expected is not None
+    torch.testing.assert_close(logits, expected[wanted], atol=1e-4, rtol=1e-4)
+    # The last layer computes what it must.
+    assert seen == [8, 4]
+    together.advance(4)
+    for layer in range(3):
+        for left, right in zip(apart.written(layer, 4), together.written(layer, 4), strict=True):
+            torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)

@@ -1,6 +1,7 @@
 """Recording from a live engine: what is in the trace is what observers saw."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from oled_moe.engine import Engine
 from oled_moe.errors import ConfigError
 from oled_moe.recording import OPTIONAL, PromptToRecord, record_trace
 from oled_moe.traces import RoutingTrace
-from oled_moe.types import ForwardOutcome, LayerDemand, LayerPlan, Phase
+from oled_moe.types import ForwardOutcome, LayerDemand, LayerPlan, Phase, TokenState
 
 PARAMS = SamplingParams(max_tokens=20, threshold=0.99, ignore_eos=True)
 PROMPTS = [
@@ -59,14 +60,8 @@ def test_the_trace_is_what_observers_saw(recorded: tuple[RoutingTrace, Seen]) ->
         context, live = forward.context, outcome.context
         assert context.forward_id == live.forward_id - first_id
         assert context.block_length == live.block_length
-        (row,), (live_row,) = context.rows, live.rows
-        assert row.request_id == live_row.request_id - first_request
-        assert (row.block_id, row.step_id, row.phase, row.num_tokens) == (
-            live_row.block_id,
-            live_row.step_id,
-            live_row.phase,
-            live_row.num_tokens,
-        )
+        for row, live_row in zip(context.rows, live.rows, strict=True):
+            assert row == replace(live_row, request_id=live_row.request_id - first_request)
         for name in ("token_confidence", "token_state", "token_position", "token_ids"):
             np.testing.assert_array_equal(getattr(context, name), getattr(live, name))
         for name in ("token_confidence", "token_accepted"):
@@ -78,9 +73,15 @@ def test_the_trace_is_what_observers_saw(recorded: tuple[RoutingTrace, Seen]) ->
                 np.testing.assert_array_equal(getattr(demand, name), getattr(shown, name))
             assert shown.gate_scores is not None and demand.gate_scores is not None
             np.testing.assert_allclose(demand.gate_scores, shown.gate_scores, atol=1e-3)
-            embedding = shown.context.input_embedding
-            assert embedding is not None and context.input_embedding is not None
-            np.testing.assert_allclose(context.input_embedding, embedding, atol=1e-2)
+            # The last layer sees the rows that denoise.
+            assert demand.context.rows == tuple(
+                row
+                for row in context.rows
+                if demand.layer < trace.num_moe_layers - 1 or row.phase == Phase.DENOISE
+            )
+            embeddings = demand.context.input_embedding, shown.context.input_embedding
+            assert embeddings[0] is not None and embeddings[1] is not None
+            np.testing.assert_allclose(*embeddings, atol=1e-2)
     assert next(demands, None) is None
 
 
@@ -112,6 +113,26 @@ def test_last_layers_of_prefills_and_commits_are_skipped(
     assert {Phase.PREFILL, Phase.DENOISE, Phase.COMMIT} == set(trace.row_phase.tolist())
     np.testing.assert_array_equal(skipped[:, -1], trace.row_phase != Phase.DENOISE)
     assert not skipped[:, :-1].any()
+
+
+def test_a_folded_commit_is_two_rows_of_one_forward(recorded: tuple[RoutingTrace, Seen]) -> None:
+    trace, _ = recorded
+    commits = (trace.row_phase == Phase.COMMIT).nonzero()[0]
+    assert len(commits) > 0
+    for name, step in (("row_forward", 0), ("row_request", 0), ("row_block", 1)):
+        rows = getattr(trace, name)
+        np.testing.assert_array_equal(rows[commits + 1], rows[commits] + step)
+    assert (trace.row_phase[commits + 1] == Phase.DENOISE).all()
+    assert (trace.row_step[commits + 1] == 0).all()
+    # Nobody else shares a forward.
+    assert trace.num_rows - trace.num_forwards == len(commits)
+
+
+def test_every_denoised_position_has_a_confidence(recorded: tuple[RoutingTrace, Seen]) -> None:
+    trace, _ = recorded
+    is_denoise = trace.row_phase[trace.token_row()] == Phase.DENOISE
+    np.testing.assert_array_equal(np.isnan(trace.token_confidence), ~is_denoise)
+    assert (trace.token_state[is_denoise] != TokenState.MASKED).any()
 
 
 def test_nothing_of_it_depends_on_policy_or_capacity(recorded: tuple[RoutingTrace, Seen]) -> None:
@@ -160,6 +181,7 @@ def test_an_interrupted_recording_leaves_the_engine_as_it_was(engine: Engine) ->
         record_trace(engine, PROMPTS, PARAMS, include=OPTIONAL, progress=interrupt)
     assert (len(engine.experts.observers), len(engine.outcome_observers)) == before
     assert not engine.experts.wants_gate_scores and not engine.wants_input_embedding
+    assert not engine.wants_all_logits
     assert engine.model.probe is None
     assert record_trace(engine, PROMPTS[:1], PARAMS).num_forwards > 0
 

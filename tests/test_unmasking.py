@@ -266,6 +266,36 @@ def test_updates_tell_exactly_what_changed(
     assert update.accepted.any() or not masked.any(), "a step with masks makes progress"
 
 
+@settings(deadline=None, max_examples=100)
+@given(
+    letters=st.text("m.p", min_size=1, max_size=10),
+    seed=st.integers(0, 2**31),
+    threshold=st.floats(0, 1),
+    algorithm=st.sampled_from(sorted(UNMASKING)),
+)
+def test_updates_look_only_where_they_say(
+    letters: str, seed: int, threshold: float, algorithm: str
+) -> None:
+    random = np.random.default_rng(seed)
+    states = [state_of(masked=letters) for _ in range(2)]
+    policy = UNMASKING[algorithm](
+        params(block_length=len(letters), threshold=threshold, edit_threshold=threshold)
+    )
+    best = random.integers(0, MASK, len(letters))
+    confidence = random.random(len(letters), dtype=np.float32)
+    is_seen = policy.looked_at(states[1])
+    assert not (is_seen & states[1].is_prompt).any() and (is_seen >= states[1].is_masked).all()
+    whole = policy.update(states[0], best, confidence)
+    part = policy.update(
+        states[1],
+        np.where(is_seen, best, -1),
+        np.where(is_seen, confidence, np.float32(np.nan)),
+    )
+    assert (part.accepted == whole.accepted).all() and (part.edited == whole.edited).all()
+    assert (states[0].token_ids == states[1].token_ids).all()
+    assert states[0].is_settled == states[1].is_settled
+
+
 def test_a_block_starts_with_its_prompt() -> None:
     state = BlockState.start([3, MASK], block_length=4, mask_id=MASK)
     assert state.token_ids.tolist() == [3, MASK, MASK, MASK]
@@ -300,7 +330,7 @@ def test_any_logits_give_a_token_that_is_not_the_mask(mask_id: int, row: list[fl
     for temperature in (0.0, 1e-320, 1e-46, 1e-30, 1.0, 1e30, 1.7e308):
         for filters in ({}, {"top_k": 1}, {"top_k": 99}, {"top_p": 0}, {"top_p": 1}):
             chosen = params(mask_token_id=mask_id, temperature=temperature, **filters)
-            best_ids, confidence = sample(torch.tensor([row, row]), chosen, torch.Generator())
+            best_ids, confidence = sample(torch.tensor([row, row]), chosen, np.array([0.2, 0.9]))
             assert ((best_ids >= 0) & (best_ids < 4) & (best_ids != mask_id)).all()
             assert ((confidence >= 0) & (confidence <= 1.001)).all()
 
@@ -322,29 +352,54 @@ def test_any_logits_give_a_token_that_is_not_the_mask(mask_id: int, row: list[fl
 def test_logits_that_are_not_finite_are_an_error(row: list[float], temperature: float) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0], row])
     with pytest.raises(OledMoeError, match="not finite"):
-        sample(logits, params(temperature=temperature), torch.Generator())
+        sample(logits, params(temperature=temperature, mask_token_id=3), np.zeros(2))
 
 
 def test_tiny_temperature_is_argmax() -> None:
     logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(1))
     greedy, _ = sample(logits.clone(), params(), None)
     for temperature in (1e-30, 1e-46, 5e-324):
-        drawn, confidence = sample(
-            logits.clone(), params(temperature=temperature), torch.Generator().manual_seed(0)
-        )
+        draws = np.random.default_rng(0).random(20)
+        drawn, confidence = sample(logits.clone(), params(temperature=temperature), draws)
         assert (drawn == greedy).all() and (confidence == 1).all()
 
 
-def test_seeds_reproduce() -> None:
-    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_row_depends_on_its_logits_and_its_draw_alone(temperature: float) -> None:
+    """Whatever other rows are looked at, and in how many slices."""
+    chosen = params(temperature=temperature, top_p=0.9)
+    logits = 3 * torch.randn(9, 500, generator=torch.Generator().manual_seed(1))
+    draws = np.random.default_rng(2).random(9)
+    whole_ids, whole = sample(logits.clone(), chosen, draws)
+    for rows in ([0], [8, 3], [1, 2, 4, 7], list(range(9))):
+        ids, confidence = sample(logits[rows].clone(), chosen, draws[rows])
+        assert (ids == whole_ids[rows]).all()
+        assert confidence == pytest.approx(whole[rows], rel=1e-6)
 
-    def draw(seed: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        drawn, _ = sample(logits.clone(), params(temperature=1.0), generator)
-        return list(drawn)
 
-    assert draw(5) == draw(5)
-    assert draw(5) != draw(6)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_slices_of_rows_come_together_in_order(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = params(temperature=temperature)
+    logits = 3 * torch.randn(7, 40, generator=torch.Generator().manual_seed(1))
+    draws = np.random.default_rng(2).random(7)
+    whole_ids, whole = sample(logits.clone(), chosen, draws)
+    for size in (1, 80, 121):
+        monkeypatch.setattr("oled_moe.unmasking.SAMPLING_SLICE", size)
+        ids, confidence = sample(logits.clone(), chosen, draws)
+        assert (ids == whole_ids).all()
+        assert confidence == pytest.approx(whole, rel=1e-6)
+
+
+def test_draws_at_the_ends_find_tokens_that_have_a_probability() -> None:
+    # Probabilities 0, 0.25, 0, 0.75, 0, and nothing behind: rounding or not, never a zero.
+    logits = torch.tensor([[-1e9, 0.0, -1e9, math.log(3.0), -1e9, -1e9, -1e9, 5.0]])
+    chosen = params(temperature=1.0)
+    for draw, expected in ((0.0, 1), (0.2499, 1), (0.2501, 3), (1 - 2**-53, 3), (1.0, 3)):
+        ids, confidence = sample(logits.clone(), chosen, np.array([draw]))
+        assert ids.tolist() == [expected]
+        assert confidence == pytest.approx([0.25 if expected == 1 else 0.75], rel=1e-6)
 
 
 def expected_probabilities(
@@ -401,7 +456,7 @@ def test_drawn_tokens_follow_the_filtered_distribution(filters: dict[str, Any]) 
     drawn, confidence = sample(
         torch.tensor([logits]).expand(num_draws, -1).clone(),
         params(mask_token_id=mask_id, temperature=0.8, **filters),
-        torch.Generator().manual_seed(3),
+        np.random.default_rng(3).random(num_draws),
     )
     shares = np.bincount(drawn, minlength=6) / num_draws
     assert shares[mask_id] == 0

@@ -17,6 +17,7 @@ from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import Model
 from oled_moe.types import (
+    BoolArray,
     ForwardContext,
     ForwardOutcome,
     ForwardRow,
@@ -84,12 +85,33 @@ def never_stop(answer_ids: Sequence[int]) -> int | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One row of a forward: what the model is given and what policies may see of it.
+
+    `start`: the sequence position of its first token. Shapes: [T] each; known_ids are tokens, and
+    at masked positions the latest guess or −1; logit_tokens int64 [N], which logits are wanted.
+    """
+
+    row: ForwardRow
+    start: int
+    token_ids: IntArray
+    confidence: npt.NDArray[np.float32]
+    states: npt.NDArray[np.uint8]
+    known_ids: IntArray
+    logit_tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
 class BlockDiffusionDecoder:
     """The loops of LLaDA2.0 and 2.1 over a prefix cache of finished blocks.
 
     `start_forward` is called before each forward, `end_forward` after it, once it is known what was
-    accepted. `wants_input_embedding` has contexts carry the embeddings of their tokens.
-    Source: models.md 4 (KV-cached equivalent) and 5; architecture.md 3.6.
+    accepted. With `folds_commit` a finished block's keys and values are stored by the first forward
+    of the next block, whose queries see them there; without, by a forward of their own.
+    `wants_input_embedding` has contexts carry the embeddings of their tokens; `wants_all_logits`
+    has every denoising forward look at all positions of its block, tokens and all, though the rule
+    that unmasks asks for fewer; what comes out stays the same.
+    Source: models.md 4 (KV-cached equivalent) and 5; architecture.md 3.6 and 4.
     """
 
     def __init__(
@@ -98,11 +120,14 @@ class BlockDiffusionDecoder:
         *,
         start_forward: Callable[[ForwardContext], None],
         end_forward: Callable[[ForwardOutcome], None],
+        folds_commit: bool = True,
     ) -> None:
         self.wants_input_embedding = False
+        self.wants_all_logits = False
         self._model = model
         self._start_forward = start_forward
         self._end_forward = end_forward
+        self._folds_commit = folds_commit
         self._num_forwards = 0
 
     def decode(
@@ -125,14 +150,16 @@ class BlockDiffusionDecoder:
         counters.prefill_end_s = time.perf_counter()
         generator = torch.Generator().manual_seed(params.seed)
         num_blocks = request.num_positions // params.block_length
+        # A finished block whose keys and values are not those of its final tokens yet.
+        unstored: _Part | None = None
         for block_id in range(len(prompt_ids) // params.block_length, num_blocks):
             is_last_block = block_id == num_blocks - 1
-            for step in self._denoise_block(request, kv, block_id, generator):
+            for step in self._denoise_block(request, kv, block_id, generator, unstored):
                 ended = step.is_block_done and request.end_of_answer(step, stop_rule, is_last_block)
                 yield request.close(step) if ended else step
                 if ended:
                     return
-            self._commit(request, kv, block_id)
+            unstored = self._store(request, kv, block_id)
 
     def _prefill(self, request: "_Request", kv: SequenceKv) -> None:
         """Keys and values of the whole prompt blocks, in one forward where they are not many."""
@@ -141,56 +168,66 @@ class BlockDiffusionDecoder:
         chunk = max(length, MAX_PREFILL_TOKENS // length * length)
         for start in range(0, end, chunk):
             token_ids = np.array(request.prompt_ids[start : min(start + chunk, end)])
-            context = self._context(
-                request,
-                Phase.PREFILL,
-                start // length,
-                0,
-                np.ones(len(token_ids), dtype=np.float32),
-                np.full(len(token_ids), TokenState.PROMPT, dtype=np.uint8),
+            size = len(token_ids)
+            part = _Part(
+                request.row(start // length, 0, Phase.PREFILL, size),
                 start,
                 token_ids,
+                np.ones(size, dtype=np.float32),
+                np.full(size, TokenState.PROMPT, dtype=np.uint8),
+                token_ids,
             )
-            self._forward(token_ids, kv, context, wants_logits=False)
-            self._end_forward(ForwardOutcome.without_logits(context))
-            kv.advance(len(token_ids))
+            self._forward_without_logits(part, kv, length)
+            kv.advance(size)
             request.counters.num_prefill_forwards += 1
 
     def _denoise_block(
-        self, request: "_Request", kv: SequenceKv, block_id: int, generator: torch.Generator
+        self,
+        request: "_Request",
+        kv: SequenceKv,
+        block_id: int,
+        generator: torch.Generator,
+        unstored: _Part | None,
     ) -> Iterator[DecodingStep]:
         params, counters = request.params, request.counters
-        start = block_id * params.block_length
+        length = params.block_length
+        start = block_id * length
         state = BlockState.start(
-            request.prompt_ids[start : start + params.block_length],
-            block_length=params.block_length,
+            request.prompt_ids[start : start + length],
+            block_length=length,
             mask_id=params.mask_token_id,
         )
         request.state = state
         unmasking = UNMASKING[params.algorithm](params)
-        confidence = np.full(params.block_length, FRESH_CONFIDENCE, dtype=np.float32)
-        guess_ids = np.full(params.block_length, -1, dtype=np.int64)
+        confidence = np.full(length, FRESH_CONFIDENCE, dtype=np.float32)
+        best_ids = np.full(length, -1, dtype=np.int64)
         is_wanted = unmasking.wants_forward(state)
+        assert is_wanted, "a fresh block has masks"
         while is_wanted:
-            context = self._context(
-                request,
-                Phase.DENOISE,
-                block_id,
-                state.num_steps,
+            is_looked_at = unmasking.looked_at(state)
+            if self.wants_all_logits:
+                is_looked_at[:] = True
+            part = _Part(
+                request.row(block_id, state.num_steps, Phase.DENOISE, length),
+                start,
+                state.token_ids,
                 np.where(state.is_masked, confidence, np.float32(1.0)),
                 _token_states(state),
-                start,
-                np.where(state.is_masked, guess_ids, state.token_ids),
+                np.where(state.is_masked, best_ids, state.token_ids),
+                is_looked_at.nonzero()[0],
             )
-            logits = self._forward(state.token_ids, kv, context, wants_logits=True)
-            assert logits is not None
+            parts = (part,) if unstored is None else (unstored, part)
+            context, logits_NV = self._forward(parts, kv, length)
+            assert logits_NV is not None
+            if unstored is not None:
+                kv.advance(length)
+                unstored = None
             # The step's one synchronisation with the device.
-            best_ids, confidence = sample(logits, params, generator)
-            guess_ids = best_ids
+            best_ids, confidence = _sample_block(logits_NV, is_looked_at, params, generator)
             counters.num_denoise_forwards += 1
             before = state.token_ids.copy()
             update = unmasking.update(state, best_ids, confidence)
-            self._end_forward(ForwardOutcome(context, confidence, update.accepted))
+            self._end_forward(_outcome(context, confidence, update.accepted))
             counters.last_token_s = time.perf_counter()
             counters.first_token_s = counters.first_token_s or counters.last_token_s
             is_stopped = params.eos_early_stop and request.ends_mid_block(update, start)
@@ -202,70 +239,69 @@ class BlockDiffusionDecoder:
                 is_block_done=not is_wanted,
             )
 
-    def _commit(self, request: "_Request", kv: SequenceKv, block_id: int) -> None:
-        """Make the finished block part of the prefix; its K/V must come from its final tokens."""
+    def _store(self, request: "_Request", kv: SequenceKv, block_id: int) -> _Part | None:
+        """Make the finished block part of the prefix; its K/V must come from its final tokens.
+
+        Returns what is left to do for it in the next block's first forward, None if nothing is.
+        """
         state, length = request.state, request.params.block_length
         # The last forward of a settled block saw exactly its final tokens.
-        if not state.is_settled:
-            context = self._context(
-                request,
-                Phase.COMMIT,
-                block_id,
-                state.num_steps,
-                np.ones(length, dtype=np.float32),
-                _token_states(state),
-                block_id * length,
-                state.token_ids.copy(),
-            )
-            self._forward(state.token_ids, kv, context, wants_logits=False)
-            self._end_forward(ForwardOutcome.without_logits(context))
-            request.counters.num_commit_forwards += 1
-        kv.advance(length)
-
-    def _context(
-        self,
-        request: "_Request",
-        phase: Phase,
-        block_id: int,
-        step_id: int,
-        confidence: npt.NDArray[np.float32],
-        states: npt.NDArray[np.uint8],
-        start: int,
-        known_ids: IntArray,
-    ) -> ForwardContext:
-        """`known_ids`: tokens, and at masked positions the latest guess or -1."""
-        self._num_forwards += 1
-        row = ForwardRow(request.request_id, block_id, step_id, phase, len(confidence))
-        return ForwardContext(
-            self._num_forwards - 1,
-            request.params.block_length,
-            (row,),
-            confidence,
-            states,
-            np.arange(start, start + len(confidence)),
-            known_ids,
+        if state.is_settled:
+            kv.advance(length)
+            return None
+        part = _Part(
+            request.row(block_id, state.num_steps, Phase.COMMIT, length),
+            block_id * length,
+            state.token_ids,
+            np.ones(length, dtype=np.float32),
+            _token_states(state),
+            state.token_ids,
         )
+        if self._folds_commit:
+            return part
+        self._forward_without_logits(part, kv, length)
+        kv.advance(length)
+        request.counters.num_commit_forwards += 1
+        return None
+
+    def _forward_without_logits(self, part: _Part, kv: SequenceKv, block_length: int) -> None:
+        context, _ = self._forward((part,), kv, block_length)
+        self._end_forward(ForwardOutcome.without_logits(context))
 
     def _forward(
-        self,
-        token_ids: IntArray,
-        kv: SequenceKv,
-        context: ForwardContext,
-        *,
-        wants_logits: bool,
-    ) -> torch.Tensor | None:
-        ids = torch.from_numpy(token_ids.copy())
+        self, parts: Sequence[_Part], kv: SequenceKv, block_length: int
+    ) -> tuple[ForwardContext, torch.Tensor | None]:
+        """One forward over consecutive parts of one sequence, the first behind its prefix."""
+        context = self._context(parts, block_length)
+        ids = torch.from_numpy(np.concatenate([part.token_ids for part in parts]))
         if self.wants_input_embedding:
-            embedding = self._model.embed(ids).float().numpy()
+            embedding = self._model.embed(ids).float().cpu().numpy()
             context = replace(context, input_embedding=embedding)
         self._start_forward(context)
-        batch = ForwardBatch(
-            ids,
-            torch.arange(kv.length, kv.length + len(token_ids)),
-            (Segment(kv, len(token_ids), wants_logits),),
-            context,
+        segments = tuple(
+            Segment(
+                kv,
+                part.row.num_tokens,
+                len(part.logit_tokens) > 0,
+                part.start - kv.length,
+                torch.from_numpy(part.logit_tokens),
+            )
+            for part in parts
         )
-        return self._model.forward(batch)
+        positions = torch.arange(kv.length, kv.length + len(ids))
+        return context, self._model.forward(ForwardBatch(ids, positions, segments, context))
+
+    def _context(self, parts: Sequence[_Part], block_length: int) -> ForwardContext:
+        self._num_forwards += 1
+        return ForwardContext(
+            self._num_forwards - 1,
+            block_length,
+            tuple(part.row for part in parts),
+            np.concatenate([part.confidence for part in parts]),
+            np.concatenate([part.states for part in parts]),
+            np.concatenate([np.arange(part.row.num_tokens) + part.start for part in parts]),
+            np.concatenate([part.known_ids for part in parts]),
+        )
 
 
 class _Request:
@@ -287,6 +323,9 @@ class _Request:
         self.state: BlockState = BlockState.start([], block_length=0, mask_id=0)
         length = params.block_length
         self.num_positions = -(-(len(prompt_ids) + params.max_tokens) // length) * length
+
+    def row(self, block_id: int, step_id: int, phase: Phase, num_tokens: int) -> ForwardRow:
+        return ForwardRow(self.request_id, block_id, step_id, phase, num_tokens)
 
     def step(
         self,
@@ -380,6 +419,37 @@ def _token_states(state: BlockState) -> npt.NDArray[np.uint8]:
     states[state.is_prompt] = TokenState.PROMPT
     states[state.is_masked] = TokenState.MASKED
     return states
+
+
+def _sample_block(
+    logits_NV: torch.Tensor,
+    is_looked_at: BoolArray,
+    params: DecodingParams,
+    generator: torch.Generator,
+) -> tuple[IntArray, npt.NDArray[np.float32]]:
+    """The block's tokens int64 [B] and their probabilities float32 [B]; −1 and NaN elsewhere.
+
+    Every position of every step has a draw of its own, looked at or not, so that what is sampled
+    does not depend on which are.
+    """
+    size = len(is_looked_at)
+    draws = None
+    if params.temperature > 0:
+        draws = torch.rand(size, dtype=torch.float64, generator=generator).numpy()[is_looked_at]
+    best_ids = np.full(size, -1, dtype=np.int64)
+    confidence = np.full(size, np.nan, dtype=np.float32)
+    best_ids[is_looked_at], confidence[is_looked_at] = sample(logits_NV, params, draws)
+    return best_ids, confidence
+
+
+def _outcome(
+    context: ForwardContext, confidence: npt.NDArray[np.float32], accepted: BoolArray
+) -> ForwardOutcome:
+    """Of a denoising forward, whose last tokens are the block at work."""
+    outcome = ForwardOutcome.without_logits(context)
+    outcome.token_confidence[-len(confidence) :] = confidence
+    outcome.token_accepted[-len(accepted) :] = accepted
+    return outcome
 
 
 def _changes(

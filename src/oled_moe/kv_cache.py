@@ -22,25 +22,31 @@ class SequenceKv:
         head_size: int,
         capacity: int,
         dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         shape = (num_layers, num_heads, capacity, head_size)
-        self._keys_LGSH = torch.empty(shape, dtype=dtype)
-        self._values_LGSH = torch.empty(shape, dtype=dtype)
+        self._keys_LGSH = torch.empty(shape, dtype=dtype, device=device)
+        self._values_LGSH = torch.empty(shape, dtype=dtype, device=device)
         self.length = 0
 
     @property
     def capacity(self) -> int:
         return self._keys_LGSH.shape[2]
 
-    def write(self, layer: int, keys_GNH: Tensor, values_GNH: Tensor) -> None:
-        """Put N positions behind the finished ones.
+    @property
+    def device(self) -> torch.device:
+        return self._keys_LGSH.device
+
+    def write(self, layer: int, keys_GNH: Tensor, values_GNH: Tensor, *, offset: int = 0) -> None:
+        """Put N positions `offset` behind the finished ones.
 
         Mutates: the positions behind `length`, which a later write replaces.
         """
-        end = self.length + keys_GNH.shape[1]
+        start = self.length + offset
+        end = start + keys_GNH.shape[1]
         assert end <= self.capacity, "the sequence outgrew its keys and values"
-        self._keys_LGSH[layer, :, self.length : end] = keys_GNH
-        self._values_LGSH[layer, :, self.length : end] = values_GNH
+        self._keys_LGSH[layer, :, start:end] = keys_GNH
+        self._values_LGSH[layer, :, start:end] = values_GNH
 
     def written(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the finished part and `num_tokens` behind it, [G, S, H] each."""

@@ -1,15 +1,19 @@
 """The pieces that model files are made of: norm, rotary, attention over blocks, router.
 
 Plain functions over tensors. Legend: T tokens, D hidden, Q query heads, G key/value heads,
-H head size, S key positions, E experts, K experts per token.
+H head size, R rotated dimensions, S key positions, E experts, K experts per token, N tokens whose
+logits are wanted.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oled_moe.kernels.linear import linear
+from oled_moe.kernels.rows import choose
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.types import ForwardContext
 
@@ -17,23 +21,73 @@ from oled_moe.types import ForwardContext
 ATTENTION_SLICE = 128
 
 
+# Runs a pure function of tensors on them: called with its key (layer, name), which always means the
+# same function, the function, and its inputs.
+RunPiece = Callable[..., tuple[Tensor, ...]]
+
+
+def run_directly(
+    key: tuple[int, str], piece: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """The `RunPiece` that adds nothing."""
+    return piece(*inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class QuerySlice:
+    """Consecutive queries of one attention call and how many keys they may see together.
+
+    `first` and `end` count from the segment's first token. Shapes: mask bool [T, S], None where
+    every query sees every key.
+    """
+
+    first: int
+    end: int
+    num_keys: int
+    mask_TS: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One sequence's consecutive tokens in a forward; they follow the finished part of its K/V."""
+    """One sequence's consecutive tokens in a forward: one row of its context.
+
+    They lie `offset` behind the finished part of their K/V: 0, or behind another segment of the
+    same sequence in the same forward, whose keys they see. `logit_tokens`, int64 [N], are those of
+    its tokens whose logits are wanted, None for all: the last layer computes the whole segment or
+    nothing of it, the head only these.
+    """
 
     kv: SequenceKv
     num_tokens: int
     wants_logits: bool
+    offset: int = 0
+    logit_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The input of one forward. Shapes: token_ids and positions int64 [T], segments in order."""
+    """The input of one forward. Shapes: token_ids and positions int64 [T], segments in order.
+
+    `query_slices`: how each segment's attention is cut up, made once for all layers.
+    """
 
     token_ids: Tensor
     positions: Tensor
     segments: tuple[Segment, ...]
     context: ForwardContext
+    query_slices: tuple[tuple[QuerySlice, ...], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        slices = tuple(
+            query_slices(
+                segment.kv.length + segment.offset,
+                segment.num_tokens,
+                self.context.block_length,
+                segment.kv.device,
+            )
+            for segment in self.segments
+        )
+        object.__setattr__(self, "query_slices", slices)
 
     @property
     def wants_logits(self) -> bool:
@@ -43,18 +97,44 @@ class ForwardBatch:
     def all_want_logits(self) -> bool:
         return all(segment.wants_logits for segment in self.segments)
 
-    def wanted_tokens(self) -> Tensor:
-        """bool [T]: the tokens of segments that want logits."""
-        flags = torch.tensor([segment.wants_logits for segment in self.segments])
-        counts = torch.tensor([segment.num_tokens for segment in self.segments])
-        return flags.repeat_interleave(counts)
+    def wanted(self, values: Tensor) -> Tensor:
+        """Of values [T, ...] those of segments that want logits, at least one of them."""
+        parts, end = [], 0
+        for segment in self.segments:
+            start, end = end, end + segment.num_tokens
+            if segment.wants_logits:
+                parts.append(values[start:end])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def wanted_part(self) -> "ForwardBatch":
         """Only the segments that want logits: what the last layer needs to compute."""
-        is_wanted = self.wanted_tokens()
-        context = self.context.part([segment.wants_logits for segment in self.segments])
-        segments = tuple(segment for segment in self.segments if segment.wants_logits)
-        return ForwardBatch(self.token_ids[is_wanted], self.positions[is_wanted], segments, context)
+        return ForwardBatch(
+            self.wanted(self.token_ids),
+            self.wanted(self.positions),
+            tuple(segment for segment in self.segments if segment.wants_logits),
+            self.context.part([segment.wants_logits for segment in self.segments]),
+        )
+
+    def logit_tokens(self) -> Tensor | None:
+        """int64 [N] among the tokens of segments that want logits; None for all of them."""
+        wanted = [segment for segment in self.segments if segment.wants_logits]
+        if all(segment.logit_tokens is None for segment in wanted):
+            return None
+        parts, first = [], 0
+        for segment in wanted:
+            tokens = segment.logit_tokens
+            parts.append(first + (torch.arange(segment.num_tokens) if tokens is None else tokens))
+            first += segment.num_tokens
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def best_tokens(logits_NV: Tensor, banned_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best id of each row but `banned_id`, its probability over the whole row, and whether all
+    logits are finite.
+
+    Shapes: float32 [N, V] -> int64 [N], float32 [N], bool [].
+    """
+    return choose(logits_NV, banned_id)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -68,7 +148,11 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary_table(
-    num_positions: int, rotary_size: int, theta: float, dtype: torch.dtype
+    num_positions: int,
+    rotary_size: int,
+    theta: float,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [num_positions, rotary_size], computed in fp32 and cast to `dtype`.
 
@@ -78,49 +162,64 @@ def rotary_table(
     inverse_frequency = 1.0 / (theta ** (steps / rotary_size))
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequency)
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
 def apply_rotary(heads_TQH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Rotate the first R dimensions of every head, leave the rest."""
     size = cos_TR.shape[-1]
-    rotated, passed = heads_TQH[..., :size], heads_TQH[..., size:]
-    first, second = rotated.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    rotated = rotated * cos_TR[:, None] + turned * sin_TR[:, None]
-    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
+    half = size // 2
+    first, second = heads_TQH[..., :half], heads_TQH[..., half:size]
+    # Both halves of a table's row are the same.
+    cos, sin = cos_TR[:, None, :half], sin_TR[:, None, :half]
+    out_TQH = torch.empty_like(heads_TQH)
+    torch.sub(first * cos, second * sin, out=out_TQH[..., :half])
+    torch.add(second * cos, first * sin, out=out_TQH[..., half:size])
+    out_TQH[..., size:] = heads_TQH[..., size:]
+    return out_TQH
 
 
-def block_attention(
-    queries_TQH: Tensor, keys_GSH: Tensor, values_GSH: Tensor, *, block_length: int
-) -> Tensor:
-    """Block-causal attention of the last T of S positions; returns [T, Q · H].
+def query_slices(
+    start: int, num_queries: int, block_length: int, device: torch.device | None = None
+) -> tuple[QuerySlice, ...]:
+    """Block-causal attention of `num_queries` positions from `start` on, cut into calls.
 
     A query sees every key of its own block and of those before; blocks lie on multiples of
-    `block_length` from position 0.
-    Source: models.md 2.1 and 2.5.
+    `block_length` from position 0. Source: models.md 2.1 and 2.5.
     """
-    num_queries, num_keys = queries_TQH.shape[0], keys_GSH.shape[1]
-    start = num_keys - num_queries
-    if start // block_length == (num_keys - 1) // block_length:
-        return _attend(queries_TQH, keys_GSH, values_GSH, None)
+    end = start + num_queries
+    if start // block_length == (end - 1) // block_length:
+        return (QuerySlice(0, num_queries, end, None),)
     # In slices of whole blocks: the scores of a long prompt at once would take the most memory of
     # all, and a slice leaves out the keys that none of its queries may see.
     step = max(1, ATTENTION_SLICE // block_length) * block_length
-    parts = []
-    for first in range(start, num_keys, step):
-        end = min(first + step, num_keys)
-        query_blocks = torch.arange(first, end) // block_length
-        key_blocks = torch.arange(end) // block_length
-        parts.append(
-            _attend(
-                queries_TQH[first - start : end - start],
-                keys_GSH[:, :end],
-                values_GSH[:, :end],
-                key_blocks[None, :] <= query_blocks[:, None],
-            )
+    slices = []
+    for first in range(start, end, step):
+        last = min(first + step, end)
+        query_blocks = torch.arange(first, last, device=device) // block_length
+        key_blocks = torch.arange(last, device=device) // block_length
+        mask_TS = key_blocks[None, :] <= query_blocks[:, None]
+        slices.append(QuerySlice(first - start, last - start, last, mask_TS))
+    return tuple(slices)
+
+
+def block_attention(
+    queries_TQH: Tensor,
+    keys_GSH: Tensor,
+    values_GSH: Tensor,
+    slices: Sequence[QuerySlice],
+) -> Tensor:
+    """Attention of the last T of S positions, slice by slice; returns [T, Q · H]."""
+    parts = [
+        _attend(
+            queries_TQH[part.first : part.end],
+            keys_GSH[:, : part.num_keys],
+            values_GSH[:, : part.num_keys],
+            part.mask_TS,
         )
-    return torch.cat(parts)
+        for part in slices
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend(
@@ -138,7 +237,7 @@ def _attend(
 
 def swiglu(hidden_TD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """An ordinary MLP: down(silu(gate(x)) · up(x))."""
-    return F.linear(F.silu(F.linear(hidden_TD, gate)) * F.linear(hidden_TD, up), down)
+    return linear(F.silu(linear(hidden_TD, gate)) * linear(hidden_TD, up), down)
 
 
 def grouped_sigmoid_router(

@@ -11,17 +11,19 @@ from oled_moe.decoding import DecodingCounters
 class GenerationStats:
     """What one answer took.
 
-    `num_denoise_forwards` is the reference's num_forwards. `tokens_per_forward`: answer tokens per
-    denoising or commit forward. `ttft_s`: to the first committed token; `tpot_s`: from the end of
-    prefill to the last token, per token, commits included. `expert_cache_utilization`: share of a
-    layer's slots whose expert was demanded, before anything moved; `hit_rate`: share of the demand
-    that was resident; `pooled_*`: the same as ratios of sums. `effective_transfer_ratio`: share of
-    experts loaded by a denoising forward that the layer's next denoising forward found resident
-    and wanted. `max_resident_experts`: most ever held since the engine began, slots and staging,
-    all layers; `expert_memory_bytes`: what those slots may take at most. `policy_overhead`: share
-    of the request's time spent deciding. `bytes_loaded` counts copies on demand; `bytes_prefetched`
-    those ahead of it, `bytes_wasted` the ones among them that nothing used; `ready_rate` is the
-    hit rate with what was copied ahead in time.
+    `num_denoise_forwards` is the reference's num_forwards; a forward that stores a finished block
+    and denoises the next counts there, once. `num_commit_forwards` had no block to denoise.
+    `tokens_per_forward`: answer tokens per denoising or commit forward. `ttft_s`: to the first
+    committed token; `tpot_s`: from the end of prefill to the last token, per token, commits
+    included. `expert_cache_utilization`: share of a layer's slots whose expert was demanded, before
+    anything moved; `hit_rate`: share of the demand that was resident; `pooled_*`: the same as
+    ratios of sums. `effective_transfer_ratio`: share of experts loaded by a denoising forward that
+    the layer's next denoising forward found resident and wanted. `max_resident_experts`: most ever
+    held since the engine began, slots and staging, all layers; `expert_memory_bytes`: what those
+    slots may take at most. `policy_overhead`: share of the request's time spent deciding.
+    `bytes_loaded` counts copies on demand; `bytes_prefetched` those ahead of it, `bytes_wasted` the
+    ones among them that nothing used; `ready_rate` is the hit rate with what was copied ahead in
+    time.
 
     Units: seconds, bytes.
     """

@@ -122,9 +122,11 @@ def _observing(
         recorder.observe_outcome(outcome)
 
     experts = engine.experts
-    before = experts.wants_gate_scores, engine.wants_input_embedding
+    before = experts.wants_gate_scores, engine.wants_input_embedding, engine.wants_all_logits
     experts.wants_gate_scores = before[0] or "gate_scores" in include
     engine.wants_input_embedding = before[1] or "input_embedding" in include
+    # A trace says how confident the model was of what had been accepted, too.
+    engine.wants_all_logits = True
     experts.observers.append(recorder.observe_demand)
     engine.outcome_observers.append(end_forward)
     try:
@@ -132,7 +134,7 @@ def _observing(
             cosine.attach()
         yield latest
     finally:
-        experts.wants_gate_scores, engine.wants_input_embedding = before
+        experts.wants_gate_scores, engine.wants_input_embedding, engine.wants_all_logits = before
         experts.observers.remove(recorder.observe_demand)
         engine.outcome_observers.remove(end_forward)
         if cosine is not None:

@@ -3,7 +3,7 @@
 An UnmaskingPolicy is asked before each forward whether one is needed, and afterwards told each
 position's best token and its probability. Prompt positions never change; the mask token is never
 among the tokens offered (`sample`). Every policy ends after a bounded number of forwards.
-Legend: B positions of the block, V vocabulary.
+Legend: B positions of the block, N of them that are looked at, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,13 @@ from torch import Tensor
 
 from oled_moe.config import DecodingParams
 from oled_moe.errors import OledMoeError
-from oled_moe.types import BoolArray, IntArray
+from oled_moe.layers import best_tokens
+from oled_moe.types import BoolArray, FloatArray, IntArray
 
 ConfidenceArray = npt.NDArray[np.float32]
+
+# Logits that are looked at together, in whole rows.
+SAMPLING_SLICE = 2**19
 
 
 @dataclass(slots=True)
@@ -57,10 +61,17 @@ class UnmaskingPolicy(Protocol):
         """Whether the block needs another forward. Mutates: counters of the state."""
         ...
 
+    def looked_at(self, state: BlockState) -> BoolArray:
+        """Positions [B] whose token and confidence `update` looks at: one at least."""
+        ...
+
     def update(
         self, state: BlockState, best_ids: IntArray, confidence: ConfidenceArray
     ) -> BlockUpdate:
-        """Write what this forward settles. Shapes: [B]. Mutates: the state."""
+        """Write what this forward settles. Mutates: the state.
+
+        Shapes: [B]; where it does not look, ids may be −1 and confidences NaN.
+        """
         ...
 
 
@@ -85,6 +96,10 @@ class LowConfidenceUnmaskingPolicy:
 
     def wants_forward(self, state: BlockState) -> bool:
         return bool(state.is_masked.any()) and state.num_steps < len(self._schedule)
+
+    def looked_at(self, state: BlockState) -> BoolArray:
+        is_seen: BoolArray = state.is_masked.copy()
+        return is_seen
 
     def update(
         self, state: BlockState, best_ids: IntArray, confidence: ConfidenceArray
@@ -116,6 +131,11 @@ class JointThresholdUnmaskingPolicy:
         if not state.is_masked.any():
             state.num_post_steps += 1
         return state.num_post_steps <= self._max_post_steps
+
+    def looked_at(self, state: BlockState) -> BoolArray:
+        # Words may be edited too.
+        is_seen: BoolArray = ~state.is_prompt
+        return is_seen
 
     def update(
         self, state: BlockState, best_ids: IntArray, confidence: ConfidenceArray
@@ -159,58 +179,78 @@ UNMASKING: dict[str, Callable[[DecodingParams], UnmaskingPolicy]] = {
 
 
 def sample(
-    logits_BV: Tensor, params: DecodingParams, generator: torch.Generator | None
+    logits_NV: Tensor, params: DecodingParams, draws_N: FloatArray | None
 ) -> tuple[IntArray, ConfidenceArray]:
     """One token per position, never the mask, and its probability.
 
-    Greedy at temperature 0: the argmax, its probability over the whole vocabulary. Otherwise drawn
-    after temperature, top-k and top-p, with the probability under that distribution.
+    Greedy at temperature 0: the argmax, its probability over the whole vocabulary. Otherwise the
+    token at which the running sum of probabilities after temperature, top-k and top-p passes the
+    position's draw, with the probability under that distribution. What a position gets depends on
+    nothing but its logits and its draw.
 
-    Shapes: fp32 [B, V] -> int64 [B], float32 [B]. Mutates: logits.
+    Shapes: fp32 [N, V], draws float64 [N] in [0, 1) -> int64 [N], float32 [N]. Mutates: logits.
     Raises: OledMoeError for logits that are not finite, which would decode to noise.
     Source: models.md 4, filters; 11.1 and 11.3 for what is not copied.
     """
-    # The extremes show any NaN and any overflow in one pass.
-    lowest, highest = logits_BV.aminmax()
-    if not (lowest.isfinite() and highest.isfinite()):
+    if params.temperature == 0:
+        ids_N, probability_N, is_finite = best_tokens(logits_NV, params.mask_token_id)
+    else:
+        assert draws_N is not None
+        # The extremes show any NaN and any overflow in one pass.
+        is_finite = torch.stack(logits_NV.aminmax()).isfinite().all()
+        draws = torch.from_numpy(draws_N).to(logits_NV.device)
+        # Whole rows at a time, so that whatever is made on the way stays small beside the logits.
+        num_rows = max(1, SAMPLING_SLICE // logits_NV.shape[-1])
+        slices = [slice(first, first + num_rows) for first in range(0, len(logits_NV), num_rows)]
+        parts = [_drawn(logits_NV[part], params, draws[part]) for part in slices]
+        ids_N, probability_N = (torch.cat(part) for part in zip(*parts, strict=True))
+    # One synchronisation with the device for everything; doubles hold ids and fp32 exactly.
+    found = torch.cat((is_finite[None].double(), ids_N.double(), probability_N.double()))
+    flag, ids, probabilities = np.split(found.cpu().numpy(), [1, 1 + len(ids_N)])
+    if not flag[0]:
         raise OledMoeError(
             "the model computed numbers that are not finite; its weights or config.json are "
             "damaged, or the dtype is too narrow: download it again, or try float32"
         )
-    if params.temperature == 0:
-        # The mask's logit counts in the sum, as in the reference, but cannot win.
-        total_B = logits_BV.logsumexp(-1)
-        logits_BV[:, params.mask_token_id] = float("-inf")
-        best = logits_BV.max(-1)
-        return best.indices.numpy(), (best.values - total_B).exp().numpy()
-    logits_BV[:, params.mask_token_id] = float("-inf")
-    probabilities_BV = filtered_probabilities(
-        logits_BV, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
+    return ids.astype(np.int64), probabilities.astype(np.float32)
+
+
+def _drawn(logits_NV: Tensor, params: DecodingParams, draws_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Id and probability of each row, [N] each. Mutates: logits."""
+    logits_NV[:, params.mask_token_id] = float("-inf")
+    probabilities_NV = filtered_probabilities(
+        logits_NV, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
     )
-    drawn_B1 = torch.multinomial(probabilities_BV, 1, generator=generator)
-    return drawn_B1[:, 0].numpy(), probabilities_BV.gather(1, drawn_B1)[:, 0].numpy()
+    sums_NV = probabilities_NV.cumsum(-1, dtype=torch.float64)
+    total_N1 = sums_NV[:, -1:].contiguous()
+    ids_N1 = torch.searchsorted(sums_NV, draws_N[:, None] * total_N1, right=True)
+    # Rounding must not carry a draw past the last token that has any probability, nor may numbers
+    # that are not finite, which the caller refuses, carry it out of the vocabulary.
+    ids_N1 = torch.minimum(ids_N1, torch.searchsorted(sums_NV, total_N1))
+    ids_N1 = ids_N1.clamp(max=logits_NV.shape[-1] - 1)
+    return ids_N1[:, 0], probabilities_NV.gather(1, ids_N1)[:, 0]
 
 
 def filtered_probabilities(
-    logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None
+    logits_NV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
     """Softmax after temperature, then top-k (ties stay), then top-p (the first always stays).
 
-    Shapes: fp32 [B, V] -> fp32 [B, V].
+    Shapes: fp32 [N, V] -> fp32 [N, V].
     """
     # The maximum goes first, so that a tiny temperature cannot overflow; one that is 0 or infinite
     # in the logits' precision would make NaN.
-    limits = torch.finfo(logits_BV.dtype)
+    limits = torch.finfo(logits_NV.dtype)
     temperature = min(max(temperature, limits.tiny), limits.max)
-    logits_BV = (logits_BV - logits_BV.max(-1, keepdim=True).values) / temperature
-    if top_k is not None and top_k < logits_BV.shape[-1]:
-        smallest = logits_BV.topk(top_k, dim=-1).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < smallest, float("-inf"))
+    logits_NV = (logits_NV - logits_NV.max(-1, keepdim=True).values) / temperature
+    if top_k is not None and top_k < logits_NV.shape[-1]:
+        smallest = logits_NV.topk(top_k, dim=-1).values[:, -1:]
+        logits_NV = logits_NV.masked_fill(logits_NV < smallest, float("-inf"))
     if top_p is not None and top_p < 1:
-        ranked = logits_BV.sort(dim=-1, descending=True)
+        ranked = logits_NV.sort(dim=-1, descending=True)
         before = ranked.values.softmax(-1).cumsum(-1)
         is_dropped = (before > top_p).roll(1, dims=-1)
         is_dropped[:, 0] = False
         is_dropped = torch.zeros_like(is_dropped).scatter_(1, ranked.indices, is_dropped)
-        logits_BV = logits_BV.masked_fill(is_dropped, float("-inf"))
-    return logits_BV.softmax(-1)
+        logits_NV = logits_NV.masked_fill(is_dropped, float("-inf"))
+    return logits_NV.softmax(-1)

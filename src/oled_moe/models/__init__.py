@@ -14,7 +14,7 @@ from oled_moe.checkpoint import WeightMap
 from oled_moe.errors import CheckpointError
 from oled_moe.experts import OffloadedExperts
 from oled_moe.kv_cache import SequenceKv
-from oled_moe.layers import ForwardBatch
+from oled_moe.layers import ForwardBatch, RunPiece
 from oled_moe.models import llada2_moe
 
 
@@ -46,10 +46,14 @@ class ModelConfig(Protocol):
 
 
 class Model(Protocol):
-    """A loaded model: one call is one forward."""
+    """A loaded model: one call is one forward. `run_piece` runs the parts of it that are pure
+    functions of tensors; what such a part returns may be overwritten when it runs again."""
+
+    run_piece: RunPiece
 
     def forward(self, batch: ForwardBatch) -> Tensor | None:
-        """Logits fp32 [N, V] of the tokens of segments that want them, in order; None if none do.
+        """Logits fp32 [N, V] of the tokens that want them (`Segment.logit_tokens`), in order; None
+        if no segment does.
 
         Mutates: writes K/V behind the finished part of every segment's sequence.
         """

@@ -2,13 +2,15 @@
 
 Reference: the released LLaDA2.0 modelling code as carried by ZHZisZZ/dllm; facts in models.md
 1.1, 2.2 and 3.1, numbers in the golden sets. Parameters keep the names of the checkpoint.
-Legend: T tokens, D hidden, Q query heads, G key/value heads, H head size, K experts per token.
+Legend: T tokens, N of them whose logits are wanted, D hidden, Q query heads, G key/value heads,
+H head size, R rotated dimensions, E experts, K experts per token, F inner size of an MLP.
 """
 
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +20,17 @@ from torch import Tensor
 from oled_moe.checkpoint import WeightMap
 from oled_moe.errors import CheckpointError
 from oled_moe.experts import OffloadedExperts
+from oled_moe.kernels.linear import head_logits, linear
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import (
     ForwardBatch,
+    RunPiece,
     apply_rotary,
     block_attention,
     grouped_sigmoid_router,
     rms_norm,
     rotary_table,
+    run_directly,
     swiglu,
 )
 from oled_moe.store import ExpertPart
@@ -327,6 +332,68 @@ def build(
     return Llada2Moe(config, weights, experts, dtype=dtype, num_positions=num_positions)
 
 
+@dataclass(frozen=True, slots=True)
+class _Mlp:
+    """gate [F, D], up [F, D], down [D, F]."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], name: str) -> "_Mlp":
+        return cls(*(weights[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down")))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's dense weights, as the forward reads them; None where the model has none.
+
+    `head_norm`: query and key norms of every head, [Q + G, H]. The router works in fp32 and is kept
+    in it: converting it anew would move more bytes than multiplying by it.
+    """
+
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    head_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    mlp: _Mlp | None
+    router: Tensor | None
+    router_bias: Tensor | None
+
+    @classmethod
+    def of(cls, config: Config, weights: Mapping[str, Tensor], layer: int) -> "_Layer":
+        name = f"model.layers.{layer}"
+        is_dense, router_bias = layer < config.num_dense_layers, None
+        head_norm, mlp = None, f"{name}.mlp"
+        if config.has_qk_norm:
+            query, key = (
+                weights[f"{name}.attention.{x}_layernorm.weight"] for x in ("query", "key")
+            )
+            counts = (config.num_heads, config.num_kv_heads)
+            head_norm = torch.cat(
+                [w.expand(n, -1) for w, n in zip((query, key), counts, strict=True)]
+            )
+        if not is_dense:
+            mlp = f"{name}.mlp.shared_experts"
+            router_bias = weights.get(f"{name}.mlp.gate.expert_bias")
+        return cls(
+            weights[f"{name}.input_layernorm.weight"],
+            weights[f"{name}.post_attention_layernorm.weight"],
+            weights[f"{name}.attention.query_key_value.weight"],
+            weights.get(f"{name}.attention.query_key_value.bias"),
+            head_norm,
+            weights[f"{name}.attention.dense.weight"],
+            weights.get(f"{name}.attention.dense.bias"),
+            _Mlp.of(weights, mlp) if is_dense or config.num_shared_experts else None,
+            None if is_dense else weights[f"{name}.mlp.gate.weight"].float(),
+            None if router_bias is None else router_bias.float(),
+        )
+
+
 class Llada2Moe:
     """LLaDA2's forward over segments of several sequences.
 
@@ -344,10 +411,17 @@ class Llada2Moe:
     ) -> None:
         self.config = config
         self.probe: Probe | None = None
-        self._weights = weights
+        self.run_piece: RunPiece = run_directly
         self._experts = experts
         self._dtype = dtype
-        self._cos_sin = rotary_table(num_positions, config.rotary_size, config.rope_theta, dtype)
+        self._embeddings = weights["model.word_embeddings.weight"]
+        self._layers = [_Layer.of(config, weights, layer) for layer in range(config.num_layers)]
+        self._final_norm = weights["model.norm.weight"]
+        self._head = self._embeddings if config.is_head_tied else weights["lm_head.weight"]
+        self._device = self._embeddings.device
+        self._cos_sin = rotary_table(
+            num_positions, config.rotary_size, config.rope_theta, dtype, self._device
+        )
 
     def new_kv(self, num_positions: int) -> SequenceKv:
         return SequenceKv(
@@ -356,94 +430,128 @@ class Llada2Moe:
             head_size=self.config.head_size,
             capacity=num_positions,
             dtype=self._dtype,
+            device=self._device,
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self._weights["model.word_embeddings.weight"])
+        return F.embedding(token_ids.to(self._device), self._embeddings)
 
     def forward(self, batch: ForwardBatch) -> Tensor | None:
         hidden_TD = self.embed(batch.token_ids)
         self._show("embed_out", hidden_TD)
-        for layer in range(self.config.num_layers - 1):
-            hidden_TD = self._layer(layer, hidden_TD, batch)
+        positions = batch.positions.to(self._device)
+        cos_TR, sin_TR = (table[positions] for table in self._cos_sin)
         last = self.config.num_layers - 1
+        for layer in range(last):
+            queries_TQH = self._write_kv(layer, hidden_TD, cos_TR, sin_TR, batch)
+            hidden_TD = self._layer(layer, hidden_TD, queries_TQH, batch)
+        queries_TQH = self._write_kv(last, hidden_TD, cos_TR, sin_TR, batch)
         if not batch.wants_logits:
-            self._write_kv(last, hidden_TD, batch)
             return None
-        hidden_TD = self._layer(last, hidden_TD, batch)
-        hidden_TD = rms_norm(hidden_TD, self._weights["model.norm.weight"], self.config.norm_eps)
-        self._show("final_norm_out", hidden_TD)
-        head = "model.word_embeddings.weight" if self.config.is_head_tied else "lm_head.weight"
-        return F.linear(hidden_TD, self._weights[head]).float()
-
-    def _layer(self, layer: int, hidden_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        name = f"model.layers.{layer}"
-        queries_TQH = self._write_kv(layer, hidden_TD, batch)
-        if layer == self.config.num_layers - 1 and not batch.all_want_logits:
-            wanted = batch.wanted_tokens()
-            hidden_TD, queries_TQH = hidden_TD[wanted], queries_TQH[wanted]
+        if not batch.all_want_logits:
+            hidden_TD, queries_TQH = batch.wanted(hidden_TD), batch.wanted(queries_TQH)
             batch = batch.wanted_part()
-        attention_TD = F.linear(
-            self._attend(layer, queries_TQH, batch),
-            self._weights[f"{name}.attention.dense.weight"],
-            self._weights.get(f"{name}.attention.dense.bias"),
-        )
-        self._show(f"layers.{layer}.attention_out", attention_TD)
-        hidden_TD = hidden_TD + attention_TD
-        normed_TD = self._norm(f"{name}.post_attention_layernorm.weight", hidden_TD)
-        self._show(f"layers.{layer}.mlp_input", normed_TD)
-        if layer < self.config.num_dense_layers:
-            hidden_TD = hidden_TD + self._mlp(f"{name}.mlp", normed_TD)
+        hidden_TD = self._layer(last, hidden_TD, queries_TQH, batch)
+        return self._logits(hidden_TD, batch.logit_tokens())
+
+    def _logits(self, hidden_TD: Tensor, tokens_N: Tensor | None) -> Tensor:
+        if tokens_N is not None:
+            hidden_TD = hidden_TD[tokens_N.to(self._device)]
+        hidden_ND = rms_norm(hidden_TD, self._final_norm, self.config.norm_eps)
+        self._show("final_norm_out", hidden_ND)
+        return head_logits(hidden_ND, self._head)
+
+    def _layer(
+        self, layer: int, hidden_TD: Tensor, queries_TQH: Tensor, batch: ForwardBatch
+    ) -> Tensor:
+        """All of a layer behind the projections to queries, keys and values."""
+        attended = self._attend(layer, queries_TQH, batch)
+        if self._layers[layer].router is None:
+            (hidden_TD,) = self._run(layer, "dense", self._dense, attended, hidden_TD)
         else:
-            hidden_TD = hidden_TD + self._moe(layer, normed_TD, batch)
+            hidden_TD = self._moe(layer, attended, hidden_TD, batch)
         self._show(f"layers.{layer}.layer_out", hidden_TD)
         return hidden_TD
 
-    def _write_kv(self, layer: int, hidden_TD: Tensor, batch: ForwardBatch) -> Tensor:
+    def _dense(self, layer: int, attended: Tensor, hidden_TD: Tensor) -> tuple[Tensor]:
+        """A layer with an ordinary MLP, behind attention."""
+        mlp = self._layers[layer].mlp
+        assert mlp is not None
+        hidden_TD, normed_TD = self._behind_attention(layer, attended, hidden_TD)
+        return (hidden_TD + _swiglu(normed_TD, mlp),)
+
+    def _behind_attention(
+        self, layer: int, attended: Tensor, hidden_TD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states with attention's [T, Q · H] added, and these normed for what follows."""
+        weights = self._layers[layer]
+        attention_TD = linear(attended, weights.output, weights.output_bias)
+        self._show(f"layers.{layer}.attention_out", attention_TD)
+        hidden_TD = hidden_TD + attention_TD
+        normed_TD = rms_norm(hidden_TD, weights.post_norm, self.config.norm_eps)
+        self._show(f"layers.{layer}.mlp_input", normed_TD)
+        return hidden_TD, normed_TD
+
+    def _run(
+        self, layer: int, name: str, piece: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """A part of a layer, through `run_piece` where nobody looks into it."""
+        run = self.run_piece if self.probe is None else run_directly
+        return run((layer, name), partial(piece, layer), *inputs)
+
+    def _write_kv(
+        self, layer: int, hidden_TD: Tensor, cos_TR: Tensor, sin_TR: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         """Put this forward's keys and values behind each sequence; returns queries [T, Q, H]."""
-        config, name = self.config, f"model.layers.{layer}.attention"
-        normed_TD = self._norm(f"model.layers.{layer}.input_layernorm.weight", hidden_TD)
-        self._show(f"layers.{layer}.input_layernorm_out", normed_TD)
-        fused = F.linear(
-            normed_TD,
-            self._weights[f"{name}.query_key_value.weight"],
-            self._weights.get(f"{name}.query_key_value.bias"),
-        ).view(len(normed_TD), -1, config.head_size)
-        first_value = config.num_heads + config.num_kv_heads
-        queries = fused[:, : config.num_heads]
-        keys, values = fused[:, config.num_heads : first_value], fused[:, first_value:]
-        if config.has_qk_norm:
-            queries = self._norm(f"{name}.query_layernorm.weight", queries)
-            keys = self._norm(f"{name}.key_layernorm.weight", keys)
-        cos, sin = (table[batch.positions] for table in self._cos_sin)
-        queries, keys = apply_rotary(queries, cos, sin), apply_rotary(keys, cos, sin)
+        heads, values = self._run(layer, "project", self._project, hidden_TD, cos_TR, sin_TR)
+        keys = heads[:, self.config.num_heads :]
         start = 0
         for segment in batch.segments:
             end = start + segment.num_tokens
             segment.kv.write(
-                layer, keys[start:end].transpose(0, 1), values[start:end].transpose(0, 1)
+                layer,
+                keys[start:end].transpose(0, 1),
+                values[start:end].transpose(0, 1),
+                offset=segment.offset,
             )
             start = end
-        return queries
+        return heads[:, : self.config.num_heads]
+
+    def _project(
+        self, layer: int, hidden_TD: Tensor, cos_TR: Tensor, sin_TR: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys [T, Q + G, H], normed and rotated, and values [T, G, H]."""
+        config, weights = self.config, self._layers[layer]
+        normed_TD = rms_norm(hidden_TD, weights.input_norm, config.norm_eps)
+        self._show(f"layers.{layer}.input_layernorm_out", normed_TD)
+        fused = linear(normed_TD, weights.qkv, weights.qkv_bias)
+        fused = fused.view(len(normed_TD), -1, config.head_size)
+        first_value = config.num_heads + config.num_kv_heads
+        heads, values = fused[:, :first_value], fused[:, first_value:]
+        if weights.head_norm is not None:
+            heads = rms_norm(heads, weights.head_norm, config.norm_eps)
+        return apply_rotary(heads, cos_TR, sin_TR), values
 
     def _attend(self, layer: int, queries_TQH: Tensor, batch: ForwardBatch) -> Tensor:
-        """Each sequence over its own keys and values; returns [T, Q · H]."""
+        """Each segment over its sequence's keys and values; returns [T, Q · H]."""
         parts, start = [], 0
-        for segment in batch.segments:
-            keys, values = segment.kv.written(layer, segment.num_tokens)
-            queries = queries_TQH[start : start + segment.num_tokens]
-            parts.append(
-                block_attention(queries, keys, values, block_length=batch.context.block_length)
-            )
-            start += segment.num_tokens
+        for segment, slices in zip(batch.segments, batch.query_slices, strict=True):
+            end = start + segment.num_tokens
+            keys, values = segment.kv.written(layer, segment.offset + segment.num_tokens)
+            parts.append(block_attention(queries_TQH[start:end], keys, values, slices))
+            start = end
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _moe(self, layer: int, normed_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        config, name = self.config, f"model.layers.{layer}.mlp"
+    def _route(self, layer: int, attended: Tensor, hidden_TD: Tensor) -> tuple[Tensor, ...]:
+        """Hidden states behind attention, normed ones, and what the router makes of these: ids,
+        shares and weights [T, K], all scores [T, E]."""
+        config, weights = self.config, self._layers[layer]
+        assert weights.router is not None
+        hidden_TD, normed_TD = self._behind_attention(layer, attended, hidden_TD)
         ids_TK, gates_TK, scores_TE = grouped_sigmoid_router(
             normed_TD,
-            self._weights[f"{name}.gate.weight"],
-            self._weights.get(f"{name}.gate.expert_bias"),
+            weights.router,
+            weights.router_bias,
             num_groups=config.num_groups,
             num_kept_groups=config.num_kept_groups,
             top_k=config.top_k,
@@ -451,11 +559,23 @@ class Llada2Moe:
         weights_TK = gates_TK * config.routed_scale
         self._show(f"layers.{layer}.topk_idx", ids_TK)
         self._show(f"layers.{layer}.topk_weight", weights_TK)
-        moe_layer = layer - config.num_dense_layers
         # With one expert per token the router's weight is not normalised; its share is 1.
         shares_TK = gates_TK if config.top_k > 1 else torch.ones_like(gates_TK)
+        return hidden_TD, normed_TD, ids_TK, shares_TK, weights_TK, scores_TE
+
+    def _shared(self, layer: int, normed_TD: Tensor) -> tuple[Tensor]:
+        """The shared expert."""
+        mlp = self._layers[layer].mlp
+        assert mlp is not None
+        return (_swiglu(normed_TD, mlp),)
+
+    def _moe(self, layer: int, attended: Tensor, hidden_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        """A layer with experts, behind attention."""
+        hidden_TD, normed_TD, ids_TK, shares_TK, weights_TK, scores_TE = self._run(
+            layer, "route", self._route, attended, hidden_TD
+        )
         pending = self._experts.start(
-            moe_layer,
+            layer - self.config.num_dense_layers,
             normed_TD,
             ids_TK,
             shares_TK,
@@ -463,25 +583,17 @@ class Llada2Moe:
             scores_TE if self._experts.wants_gate_scores else None,
         )
         shared_TD = None
-        if config.num_shared_experts:
-            shared_TD = self._mlp(f"{name}.shared_experts", normed_TD)
+        if self._layers[layer].mlp is not None:
+            (shared_TD,) = self._run(layer, "shared", self._shared, normed_TD)
             self._show(f"layers.{layer}.shared_out", shared_TD)
         out_TD = self._experts.finish(pending, weights_TK).to(normed_TD.dtype)
         self._show(f"layers.{layer}.routed_out", out_TD)
-        return out_TD if shared_TD is None else out_TD + shared_TD
-
-    def _mlp(self, name: str, hidden_TD: Tensor) -> Tensor:
-        weights = self._weights
-        return swiglu(
-            hidden_TD,
-            weights[f"{name}.gate_proj.weight"],
-            weights[f"{name}.up_proj.weight"],
-            weights[f"{name}.down_proj.weight"],
-        )
-
-    def _norm(self, name: str, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, self._weights[name], self.config.norm_eps)
+        return hidden_TD + (out_TD if shared_TD is None else out_TD + shared_TD)
 
     def _show(self, name: str, value: Tensor) -> None:
         if self.probe is not None:
             self.probe(name, value)
+
+
+def _swiglu(hidden_TD: Tensor, mlp: _Mlp) -> Tensor:
+    return swiglu(hidden_TD, mlp.gate, mlp.up, mlp.down)

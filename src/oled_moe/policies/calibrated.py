@@ -184,10 +184,10 @@ class ReuseEstimator:
         self._num_uses = np.zeros(shape.num_layers)
         self._experts = np.arange(shape.num_experts)
         self._seen: list[_Seen | None] = [None] * shape.num_layers
-        # Of the forward at work: codes by request; and states at the last forward, to tell who
-        # has just been accepted.
+        # Of the forward at work: codes by row, of which a request has two where a commit is folded;
+        # and states at the last forward, to tell who has just been accepted.
         self._forward_id = -1
-        self._codes: dict[int, IntArray] = {}
+        self._codes: dict[ForwardRow, IntArray] = {}
         self._states: dict[int, tuple[int, npt.NDArray[np.uint8]]] = {}
         # Token id -> experts [L, K] that it was last routed to in its first forward as a word.
         self._records: dict[int, IntArray] = {}
@@ -251,7 +251,7 @@ class ReuseEstimator:
             start += row.num_tokens
             states = context.token_state[here]
             confidence = context.token_confidence[here]
-            self._codes[row.request_id] = self._code(row, first, states, confidence)
+            self._codes[row] = self._code(row, first, states, confidence)
             self._states[row.request_id] = (first, states)
 
     def _code(
@@ -281,7 +281,7 @@ class ReuseEstimator:
         return codes
 
     def _codes_of(self, context: ForwardContext) -> IntArray:
-        parts = [self._codes[row.request_id] for row in context.rows]
+        parts = [self._codes[row] for row in context.rows]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _age_classes(self, layer: int, is_active: IntArray) -> IntArray:
