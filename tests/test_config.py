@@ -361,9 +361,10 @@ def test_engine_choices(name: str, value: Any) -> None:
         EngineConfig(**{name: value})
 
 
-def test_cuda_is_announced() -> None:
-    with pytest.raises(ConfigError, match="device is 'cuda'.*cpu, emulated"):
-        EngineConfig(device="cuda")
+def test_devices_are_known_wherever_they_are_planned() -> None:
+    assert EngineConfig(device="cuda").device == "cuda"
+    with pytest.raises(ConfigError, match="device is 'tpu'; allowed: cpu, cuda, emulated"):
+        EngineConfig(device="tpu")
 
 
 @pytest.mark.parametrize("name", ["expert_memory", "memory"])

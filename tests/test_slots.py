@@ -79,10 +79,10 @@ def is_poisoned(pool: SlotPool, slot: int) -> bool:
 def read_all(pool: SlotPool, plan: LayerPlan) -> None:
     """Readers that are done as soon as they are submitted."""
     for slot in plan.hit_slots.tolist():
-        pool.submitted_reader(slot, DONE)
+        pool.submitted_readers([slot], DONE)
     for index, slot in enumerate(plan.load_slots.tolist()):
         pool.ready(index).wait()
-        pool.submitted_reader(slot, DONE)
+        pool.submitted_readers([slot], DONE)
 
 
 def test_fill_brings_every_expert_and_tells_how_far_it_is(
@@ -137,10 +137,10 @@ def test_a_refill_never_overtakes_its_reader(store: HostExpertStore, num_threads
         pool.apply(a_demand(), plan)
         # The hit's reader is not even submitted yet: nothing may move.
         assert noted.events == []
-        pool.submitted_reader(0, readers.submit(lambda: reader(5)))
+        pool.submitted_readers([0], readers.submit(lambda: reader(5)))
         for index in range(5):
             work = readers.submit(lambda e=index: reader(e), after=(pool.ready(index),))
-            pool.submitted_reader(0, work)
+            pool.submitted_readers([0], work)
         pool.release(plan)
         work.wait()
         expected = ["read 5 right"]
@@ -160,9 +160,9 @@ def test_copies_that_wait_hold_back_those_behind_them(store: HostExpertStore) ->
     plan = plan_of(hits=[(0, 0)], loads=[(1, 1), (2, 0), (3, 1)])
     pool.apply(a_demand(), plan)
     assert copy.copied[1:] == [(0, 1)]
-    pool.submitted_reader(0, DONE)
+    pool.submitted_readers([0], DONE)
     assert copy.copied[1:] == [(0, 1), (0, 2)]
-    pool.submitted_reader(1, DONE)
+    pool.submitted_readers([1], DONE)
     assert copy.copied[1:] == [(0, 1), (0, 2), (0, 3)]
     assert pool.num_filled == 2
 
@@ -188,7 +188,7 @@ def test_release_waits_for_the_reader(store: HostExpertStore) -> None:
     plan = plan_of(loads=[(0, 0)], freed=[0])
     pool.apply(a_demand(), plan)
     reader = ThreadEvent()
-    pool.submitted_reader(0, reader)
+    pool.submitted_readers([0], reader)
     release = threading.Thread(target=pool.release, args=(plan,))
     release.start()
     assert holds(pool, 0, store.weights(0, 0))
@@ -234,7 +234,7 @@ def test_pool_is_usable_after_a_failed_copy(store: HostExpertStore, fail_at: int
     readers = []
     for index in range(3):
         readers.append(copies.submit(lambda: None, after=(pool.ready(index),)))
-        pool.submitted_reader(plan.load_slots.tolist()[index], readers[-1])
+        pool.submitted_readers([plan.load_slots.tolist()[index]], readers[-1])
     with pytest.raises(OSError, match=f"copy {fail_at} fails"):
         for event in readers:
             event.wait()
@@ -284,7 +284,7 @@ def test_a_guess_is_there_when_its_layer_wants_it(store: HostExpertStore, lane: 
     pool.apply(a_demand(layer=1), plan)
     pool.ready_staged(2).wait()
     assert holds(pool, 2, store.weights(1, 4))
-    pool.submitted_reader(2, DONE)
+    pool.submitted_readers([2], DONE)
     read_all(pool, plan)
     later = plan_of(staged=[(5, 1)])
     pool.apply(a_demand(layer=0), later)
@@ -304,7 +304,7 @@ def test_demand_overtakes_guesses_and_unwanted_ones_are_never_made(store: HostEx
     assert pool.num_staged_ready == 0 and pool.num_cancelled == 1
     copy.gate.set()
     pool.ready_staged(2).wait()
-    pool.submitted_reader(2, DONE)
+    pool.submitted_readers([2], DONE)
     read_all(pool, plan)
     pool.release(plan)
     copies.close()
@@ -374,10 +374,10 @@ def test_waves_keep_copies_behind_the_kernels_before(store: HostExpertStore, lan
     pool.apply(a_demand(), plan)
     for index, slot in ((0, 0), (1, 1)):
         pool.ready(index).wait()
-        pool.submitted_reader(slot, DONE)
+        pool.submitted_readers([slot], DONE)
     assert sorted(copy.copied) == [(0, 0), (0, 1)]
     pool.next_wave()
     for index, slot in ((2, 2), (3, 0)):
         pool.ready(index).wait()
-        pool.submitted_reader(slot, DONE)
+        pool.submitted_readers([slot], DONE)
     assert holds(pool, 0, store.weights(0, 3)) and len(copy.copied) == 4

@@ -1,22 +1,90 @@
 """Devices: which lanes, copies, kernels and store carry plans out. The one place they differ."""
 
+import logging
+import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
 
 from oled_moe.cache import ExpertCache
 from oled_moe.config import EngineConfig
 from oled_moe.costs import HardwareProfile
+from oled_moe.cuda import (
+    DEVICE_INDEX,
+    MOST_AHEAD,
+    StreamApi,
+    StreamCopyLane,
+    StreamLane,
+    StreamSlotPool,
+    TorchStreams,
+    check_cuda,
+    cuda_errors,
+    has_triton,
+)
+from oled_moe.cuda_graphs import GraphApi, TorchGraphs
+from oled_moe.cuda_memory import (
+    BounceRing,
+    CudaLink,
+    HostCopy,
+    PinApi,
+    PinnedExpertStore,
+    PinnedMemory,
+    TorchPinning,
+)
 from oled_moe.experts import OffloadedExperts
-from oled_moe.kernels import KERNELS
+from oled_moe.kernels import GPU_KERNELS, KERNELS, ExpertKernel, Upload
 from oled_moe.lanes import InlineLane, Lane, ThreadLane
 from oled_moe.memory import MemoryPlan
 from oled_moe.policies import OffloadPolicy
+from oled_moe.policies.dispatch import DispatchPolicy, MissSet
 from oled_moe.slots import RatedCopy, SlotPool
-from oled_moe.store import DiskExpertStore, ExpertLayout, HostExpertStore
+from oled_moe.store import DiskExpertStore, ExpertLayout, HostExpertStore, SlotArena
+from oled_moe.types import BoolArray, LayerDemand
+
+logger = logging.getLogger(__name__)
 
 # Told of long loading: what, how many are done, of how many.
 Progress = Callable[[str, int, int], None]
+
+
+class Closable(Protocol):
+    """Holds something that does not go away by itself."""
+
+    def close(self) -> None: ...
+
+
+class Gpu(NamedTuple):
+    """A GPU that is ready, and what is needed of it. Units: bytes."""
+
+    device: torch.device
+    free_bytes: int
+    api: StreamApi
+    pinning: PinApi
+    make_kernel: Callable[[Upload], ExpertKernel]
+    make_graphs: Callable[[], GraphApi]
+
+
+def open_gpu() -> Gpu:
+    """The GPU of device `cuda`: the first that CUDA_VISIBLE_DEVICES leaves.
+
+    Raises: MissingDependencyError, ConfigError where there is none to use.
+    """
+    check_cuda()
+    device = torch.device("cuda", DEVICE_INDEX)
+    with cuda_errors("while starting"):
+        pinning = TorchPinning(device)
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+    return Gpu(
+        device,
+        free_bytes,
+        TorchStreams(device),
+        pinning,
+        best_gpu_kernel,
+        lambda: TorchGraphs(device),
+    )
 
 
 @dataclass(slots=True)
@@ -28,11 +96,11 @@ class Tiers:
     layout: ExpertLayout
     lanes: list[Lane]
     store: DiskExpertStore | HostExpertStore
+    others: list[Closable] = field(default_factory=list)
 
     def close(self) -> None:
-        for lane in self.lanes:
-            lane.close()
-        self.store.close()
+        for piece in (*self.lanes, self.store, *self.others):
+            piece.close()
 
 
 class _Parts(NamedTuple):
@@ -45,6 +113,8 @@ class _Parts(NamedTuple):
     hardware: HardwareProfile
     num_threads: int
     progress: Progress | None
+    gpu: Gpu | None
+    num_pinned: int
 
     @property
     def num_slots(self) -> int:
@@ -73,12 +143,15 @@ def build_tiers(
     *,
     num_threads: int,
     progress: Progress | None = None,
+    gpu: Gpu | None = None,
+    num_pinned: int = 0,
 ) -> Tiers:
     """Build the device of `config` and copy what has to be resident before the first forward.
 
-    `num_threads`: what kernels on the CPU may use. Takes over `store`.
+    `num_threads`: what kernels on the CPU may use. `gpu` and `num_pinned`, of `cuda` alone: the GPU
+    and how many experts RAM is to hold for it. Takes over `store`.
     """
-    parts = _Parts(config, plan, policy, store, hardware, num_threads, progress)
+    parts = _Parts(config, plan, policy, store, hardware, num_threads, progress, gpu, num_pinned)
     tiers = _BUILDERS[config.device](parts)
     cache, pool = tiers.experts.cache, tiers.pool
     try:
@@ -138,7 +211,139 @@ def _build_emulated(parts: _Parts) -> Tiers:
     return Tiers(experts, pool, layout, lanes, host)
 
 
+def _build_cuda(parts: _Parts) -> Tiers:
+    """Slots in GPU memory, filled from pinned RAM, and from disk where RAM does not hold all."""
+    gpu, plan, layout = parts.gpu, parts.plan, parts.store.layout
+    assert gpu is not None
+    link = CudaLink(gpu.device, gpu.api, gpu.pinning)
+    with cuda_errors("while making room for experts"):
+        memory = torch.empty(
+            (parts.num_slots, layout.slot_bytes), dtype=torch.uint8, device=gpu.device
+        )
+    arena = SlotArena(layout, memory)
+    with cuda_errors("while starting its kernels"):
+        kernel = _started(gpu.make_kernel(link.to_device), arena, link.to_device)
+    # What lies in its slot for good needs no second place.
+    per_layer = 0 if plan.holds_all_experts else parts.num_pinned // plan.shape.num_layers
+    host = _pinned_experts(parts, gpu, per_layer) if per_layer else None
+    others: list[Closable] = [link, *([host] if host else [])]
+    ring = None
+    if per_layer == plan.shape.num_experts:
+        parts.store.close()
+    else:
+        num_buffers = parts.hardware.disk_queue_depth + MOST_AHEAD + 1
+        bounce = PinnedMemory.empty(num_buffers * layout.slot_bytes, gpu.pinning)
+        others.append(bounce)
+        ring = BounceRing(bounce.memory.view(num_buffers, layout.slot_bytes))
+    copies = StreamCopyLane(gpu.api, num_readers=parts.hardware.disk_queue_depth)
+    compute = StreamLane(gpu.api)
+    pool = StreamSlotPool(
+        layout,
+        parts.num_slots,
+        copies,
+        HostCopy(gpu.api, host, parts.store, ring),
+        num_experts=plan.shape.num_experts,
+        arena=arena,
+        api=gpu.api,
+    )
+    has_cpu_experts = parts.config.cpu_experts and host is not None
+    cpu = ThreadLane("cpu") if has_cpu_experts else None
+    if 0 < per_layer < plan.shape.num_experts:
+        logger.warning(
+            "RAM holds %d of %d experts of a layer, the rest is read from disk for every load and "
+            "never computed on the CPU; free RAM, or take a machine with more",
+            per_layer,
+            plan.shape.num_experts,
+        )
+        hosted = _HostedDispatchPolicy(parts.policy.dispatch, per_layer)
+        parts = parts._replace(policy=replace(parts.policy, dispatch=hosted))
+    experts = OffloadedExperts(
+        parts.cache(has_cpu_experts=has_cpu_experts),
+        pool,
+        kernel=kernel,
+        compute_lane=compute,
+        cpu_lane=cpu,
+        cpu_kernel=KERNELS["cpu"](parts.num_threads),
+        host_store=host if has_cpu_experts else None,
+        link=link,
+    )
+    lanes: list[Lane] = [copies, compute, *([cpu] if cpu else [])]
+    return Tiers(experts, pool, layout, lanes, parts.store, others)
+
+
+def _pinned_experts(parts: _Parts, gpu: Gpu, per_layer: int) -> PinnedExpertStore:
+    """The first experts of every layer, read into pinned RAM."""
+    shape = parts.plan.shape
+    host = PinnedExpertStore(parts.store.layout, shape.num_layers, per_layer, gpu.pinning)
+    try:
+        host.fill(
+            parts.store,
+            num_threads=parts.hardware.disk_queue_depth,
+            progress=parts.tell("experts to pinned RAM"),
+        )
+    except BaseException:
+        host.close()
+        raise
+    return host
+
+
+class _HostedDispatchPolicy:
+    """Another's choices, as far as the weights lie in RAM: those of the first `num_hosted` experts
+    of every layer. What it would have the CPU compute besides is loaded."""
+
+    def __init__(self, dispatch: DispatchPolicy, num_hosted: int) -> None:
+        self._dispatch = dispatch
+        self._num_hosted = num_hosted
+
+    def observe(self, demand: LayerDemand) -> None:
+        self._dispatch.observe(demand)
+
+    def split(self, misses: MissSet) -> BoolArray:
+        to_cpu: BoolArray = self._dispatch.split(misses) & (misses.expert_ids < self._num_hosted)
+        return to_cpu
+
+
+def best_gpu_kernel(upload: Upload) -> ExpertKernel:
+    """Triton's kernel where it can be had, else torch's products one expert after another."""
+    reason = None
+    if not has_triton():
+        reason = "triton is not installed (pip install triton)"
+    elif torch.cuda.get_device_capability(DEVICE_INDEX) < (8, 0):
+        reason = "the GPU is older than compute capability 8.0"
+    if reason is None:
+        return GPU_KERNELS["triton"](upload)
+    logger.warning("experts are computed one by one, which is slower: %s", reason)
+    return GPU_KERNELS["each"](upload)
+
+
+def _started(kernel: ExpertKernel, arena: SlotArena, upload: Upload) -> ExpertKernel:
+    """The kernel once it has run for few and for many rows, so that no answer waits for compilers.
+
+    Another, with a warning, where it cannot be compiled here.
+    """
+    layout = arena.layout
+    ends = np.array([1, 1 + 32, 1 + 32 + 64], dtype=np.int64)
+    rows_ND = torch.zeros(
+        (int(ends[-1]), layout.hidden_size), dtype=layout.dtype, device=arena.memory.device
+    )
+    starts = ends - np.array([1, 32, 64])
+    try:
+        # What the slot holds does not matter: nobody looks at the result.
+        kernel(arena, rows_ND, torch.empty_like(rows_ND), np.zeros(3, dtype=np.int64), starts, ends)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "experts are computed one by one, which is slower: the kernel cannot be compiled here "
+            "(%s); triton needs a C compiler and the headers of Python",
+            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+        )
+        return GPU_KERNELS["each"](upload)
+    return kernel
+
+
 _BUILDERS: dict[str, Callable[[_Parts], Tiers]] = {
     "cpu": _build_cpu,
+    "cuda": _build_cuda,
     "emulated": _build_emulated,
 }

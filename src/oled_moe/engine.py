@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
 from types import TracebackType
@@ -25,13 +25,14 @@ from oled_moe.config import (
     sampling_from_generation_config,
 )
 from oled_moe.costs import (
-    DEFAULT_EMULATED_PROFILE,
-    DEFAULT_PROFILE,
+    DEFAULT_PROFILES,
     CostModel,
     HardwareProfile,
     load_profile,
 )
 from oled_moe.counters import ExpertCounters
+from oled_moe.cuda import MOST_AHEAD, cuda_errors
+from oled_moe.cuda_graphs import RecordedPieces
 from oled_moe.decoding import (
     MAX_PREFILL_TOKENS,
     BlockDiffusionDecoder,
@@ -40,7 +41,7 @@ from oled_moe.decoding import (
     TokenChange,
     never_stop,
 )
-from oled_moe.devices import Progress, build_tiers
+from oled_moe.devices import Gpu, Progress, build_tiers, open_gpu
 from oled_moe.errors import (
     CheckpointError,
     ConfigError,
@@ -50,21 +51,36 @@ from oled_moe.errors import (
 )
 from oled_moe.experts import OffloadedExperts
 from oled_moe.hardware import load_hardware
+from oled_moe.kernels.cpu import max_native_rows
+from oled_moe.kernels.native import native_kernels
 from oled_moe.layers import ATTENTION_SLICE
-from oled_moe.memory import MemoryPlan, ModelMemory, plan_memory, process_memory_bytes
+from oled_moe.memory import (
+    SYSTEM_RESERVE_BYTES,
+    GpuMemoryPlan,
+    MemoryPlan,
+    ModelMemory,
+    plan_gpu_memory,
+    plan_memory,
+    process_memory_bytes,
+)
 from oled_moe.metrics import GenerationStats, generation_stats
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.policies import OffloadPolicy, build_policy
 from oled_moe.profiler import default_profile_path, usable_memory_bytes
 from oled_moe.store import ExpertLayout, ExpertPart
 from oled_moe.tokenization import Tokenizer
-from oled_moe.types import ForwardOutcome, LayerDemand, LayerPlan, MoeShape
+from oled_moe.types import ForwardContext, ForwardOutcome, LayerDemand, LayerPlan, MoeShape
+from oled_moe.unmasking import SAMPLING_SLICE
 
 DEMO_MODEL = "demo"
 # Context that keys and values are planned for where nothing else is asked.
 DEFAULT_MODEL_LEN = 4096
 # Below this size of an expert, waking a second thread costs more than it computes.
 _SMALL_EXPERT_BYTES = 2**18
+# What sampling makes per logit of the rows it takes at a time: sorted, summed, and ids of each.
+_SAMPLING_BYTES = 72
+# What kernels on the CPU keep for rows in their own order.
+_KERNEL_BYTES = 9 * 2**20
 # The family's ids, for checkpoints that name none (models.md 1.1).
 _DEFAULT_MASK_ID = 156895
 _DEFAULT_EOS_ID = 156892
@@ -183,8 +199,9 @@ class Engine:
             )
         self.hardware, self.hardware_source = _find_hardware(config)
         sizes = WeightSizes.of(checkpoint, family, self.model_config, config)
-        self.memory_plan = plan_model(
-            config, self.model_config, sizes, self.max_model_len, self.hardware
+        gpu = open_gpu() if config.device == "cuda" else None
+        self.memory_plan, self.gpu_plan = _plan_here(
+            config, self.model_config, sizes, self.max_model_len, self.hardware, gpu
         )
         costs = CostModel.from_profile(self.hardware, sizes.layout.weight_bytes)
         self.policy = _policy_of(config, self.memory_plan.shape, costs)
@@ -200,6 +217,8 @@ class Engine:
             keep_dtype=family.kept_dtypes(self.model_config),
             method=self.hardware.disk_method,
         )
+        if gpu is not None:
+            _move(weights, gpu.device)
         self._outer_threads = torch.get_num_threads()
         is_small = sizes.layout.weight_bytes < _SMALL_EXPERT_BYTES
         num_threads = config.threads or (1 if is_small else self._outer_threads)
@@ -211,6 +230,8 @@ class Engine:
             self.hardware,
             num_threads=num_threads,
             progress=progress,
+            gpu=gpu,
+            num_pinned=self.gpu_plan.num_pinned if self.gpu_plan else 0,
         )
         # An engine that fails here or is dropped unclosed must not leave its threads behind.
         self._release = weakref.finalize(self, self._tiers.close)
@@ -226,17 +247,23 @@ class Engine:
         except BaseException:
             self._release()
             raise
+        if gpu is not None and config.cuda_graphs:
+            self.model.run_piece = RecordedPieces(gpu.make_graphs())
         self.dtype = sizes.layout.dtype
         self.outcome_observers: list[Callable[[ForwardOutcome], None]] = []
         self._decoder = BlockDiffusionDecoder(
-            self.model, start_forward=self.experts.start_forward, end_forward=self._end_forward
+            self.model, start_forward=self.start_forward, end_forward=self._end_forward
         )
         self.wants_input_embedding = "input_embedding" in self.policy.needs
         self._turn = threading.Lock()
         self._turn_owner: threading.Thread | None = None
         self._process_id = os.getpid()
         self._num_requests = 0
+        self.num_threads = num_threads
         torch.set_num_threads(num_threads)
+        self._native = native_kernels() if self.dtype == torch.bfloat16 else None
+        if self._native is not None:
+            self._native.num_threads = num_threads
 
     @property
     def cache(self) -> ExpertCache:
@@ -251,6 +278,15 @@ class Engine:
     @wants_input_embedding.setter
     def wants_input_embedding(self, is_wanted: bool) -> None:
         self._decoder.wants_input_embedding = is_wanted
+
+    @property
+    def wants_all_logits(self) -> bool:
+        """Whether confidences are computed for all positions of a block, not just those needed."""
+        return self._decoder.wants_all_logits
+
+    @wants_all_logits.setter
+    def wants_all_logits(self, is_wanted: bool) -> None:
+        self._decoder.wants_all_logits = is_wanted
 
     @property
     def experts(self) -> OffloadedExperts:
@@ -308,7 +344,8 @@ class Engine:
         with self._turn:
             try:
                 self._turn_owner = threading.current_thread()
-                yield from self._decode(prompt_ids, params)
+                with cuda_errors("while generating"):
+                    yield from self._decode(prompt_ids, params)
             finally:
                 self._turn_owner = None
 
@@ -357,6 +394,14 @@ class Engine:
             self.experts.copy_observers.remove(experts.copied_ahead)
             self.cache.end_request(request_id)
             self.cache.check()
+
+    def start_forward(self, context: ForwardContext) -> None:
+        """Before each forward, whoever drives the model: sets copies going and threads right."""
+        # Native code brings threads of its own. Those of torch would wait for their next work
+        # busily, on the cores that it needs: with few rows torch has little to do that is worth it.
+        is_native = context.num_tokens <= max_native_rows(self._native, self.dtype)
+        torch.set_num_threads(1 if is_native else self.num_threads)
+        self.experts.start_forward(context)
 
     def _end_forward(self, outcome: ForwardOutcome) -> None:
         self.experts.end_forward(outcome)
@@ -531,8 +576,7 @@ def _find_hardware(config: EngineConfig) -> tuple[HardwareProfile, str]:
     path = default_profile_path(config.device)
     if path.is_file():
         return load_profile(path), str(path)
-    profile = DEFAULT_EMULATED_PROFILE if config.device == "emulated" else DEFAULT_PROFILE
-    return profile, "not measured: run `oled-moe doctor`"
+    return DEFAULT_PROFILES[config.device], "not measured: run `oled-moe doctor`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,31 +620,97 @@ def plan_model(
     max_model_len: int,
     hardware: HardwareProfile,
 ) -> MemoryPlan:
-    """The memory plan of a model, from its config and headers alone.
+    """The memory plan of a model, from its config and headers alone, in RAM.
 
     Raises: ConfigError, DoesNotFitError (see `plan_memory`).
     """
+    shape, memory = _needs(config, model, sizes, max_model_len, hardware)
+    return plan_memory(config, shape, memory, usable_bytes=usable_memory_bytes())
+
+
+def plan_on_gpu(
+    config: EngineConfig,
+    model: ModelConfig,
+    sizes: WeightSizes,
+    max_model_len: int,
+    hardware: HardwareProfile,
+    *,
+    gpu_bytes: int,
+) -> GpuMemoryPlan:
+    """The memory plan of a model on a GPU of which `gpu_bytes` are free, and the RAM behind it.
+
+    Raises: as `plan_model`.
+    """
+    shape, memory = _needs(config, model, sizes, max_model_len, hardware)
+    # Buffers that threads read through, one each, and one more where bytes are converted.
+    num_copies = MOST_AHEAD + 1 + hardware.disk_queue_depth
+    bounce_bytes = num_copies * shape.expert_bytes * (2 if sizes.is_converted else 1)
+    memory = replace(memory, buffer_bytes=bounce_bytes)
+    usable_bytes = usable_memory_bytes()
+    # Pinned memory is nobody else's, and the system cannot take it back.
+    ram_bytes = usable_bytes - min(SYSTEM_RESERVE_BYTES, usable_bytes // 10)
+    ram_bytes += memory.process_bytes
+    return plan_gpu_memory(config, shape, memory, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes)
+
+
+def _plan_here(
+    config: EngineConfig,
+    model: ModelConfig,
+    sizes: WeightSizes,
+    max_model_len: int,
+    hardware: HardwareProfile,
+    gpu: Gpu | None,
+) -> tuple[MemoryPlan, GpuMemoryPlan | None]:
+    """The plan of the memory that slots are in, and where that is a GPU's the whole plan."""
+    if gpu is None:
+        return plan_model(config, model, sizes, max_model_len, hardware), None
+    plan = plan_on_gpu(config, model, sizes, max_model_len, hardware, gpu_bytes=gpu.free_bytes)
+    return plan.gpu, plan
+
+
+def _move(weights: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Bring weights to a GPU one by one, so that they are never there twice. Mutates: weights."""
+    with cuda_errors("while loading non-expert weights"):
+        for name in list(weights):
+            weights[name] = weights[name].to(device)
+
+
+def _needs(
+    config: EngineConfig,
+    model: ModelConfig,
+    sizes: WeightSizes,
+    max_model_len: int,
+    hardware: HardwareProfile,
+) -> tuple[MoeShape, ModelMemory]:
+    """Sizes of the experts, and what a model needs besides their slots."""
     layout, itemsize = sizes.layout, sizes.layout.dtype.itemsize
     shape = MoeShape(model.num_moe_layers, model.num_experts, model.top_k, layout.slot_bytes)
     kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize
-    # Prefill holds, per token, the routed rows and their outputs and a few hidden vectors;
-    # a step holds the logits of its block, 64 tokens at most here, and one temporary of their size.
-    num_prefill = min(max_model_len, MAX_PREFILL_TOKENS)
+    # Prefill holds, per token, the routed rows and their outputs, a few hidden vectors and a mask;
+    # a step holds the logits of its block, 64 tokens at most here, and what sampling makes of a
+    # few rows.
+    num_prefill = max(128, min(max_model_len, MAX_PREFILL_TOKENS))
     rows_bytes = num_prefill * model.hidden_size * (2 * model.top_k * itemsize + 6 * itemsize + 8)
-    logits_bytes = 2 * 4 * model.vocab_size * 64
+    rows_bytes += num_prefill * max_model_len
+    logits_bytes = 4 * model.vocab_size * 64
+    logits_bytes += _SAMPLING_BYTES * min(
+        64 * model.vocab_size, max(model.vocab_size, SAMPLING_SLICE)
+    )
+    # Routers are kept in fp32, whatever they are stored in.
+    dense_bytes = sizes.dense_bytes + 2 * shape.num_experts_total * model.hidden_size
     # Scores, their softmax and one temporary of a slice of queries, in fp32.
     scores_bytes = 3 * 4 * model.num_heads * ATTENTION_SLICE * max_model_len
     is_emulated = config.device == "emulated"
     buffers = hardware.disk_queue_depth * layout.slot_bytes * (2 if sizes.is_converted else 1)
     memory = ModelMemory(
         process_bytes=process_memory_bytes(),
-        dense_bytes=sizes.dense_bytes,
+        dense_bytes=dense_bytes,
         kv_bytes=kv_per_token * max_model_len * config.max_num_seqs,
-        activation_bytes=rows_bytes + logits_bytes + scores_bytes,
+        activation_bytes=rows_bytes + logits_bytes + scores_bytes + _KERNEL_BYTES,
         buffer_bytes=0 if is_emulated else buffers,
         host_expert_bytes=shape.num_experts_total * layout.slot_bytes if is_emulated else 0,
     )
-    return plan_memory(config, shape, memory, usable_bytes=usable_memory_bytes())
+    return shape, memory
 
 
 def _policy_of(config: EngineConfig, shape: MoeShape, costs: CostModel) -> OffloadPolicy:

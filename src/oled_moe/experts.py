@@ -18,6 +18,7 @@ from torch import Tensor
 
 from oled_moe.cache import ExpertCache
 from oled_moe.kernels import ExpertKernel
+from oled_moe.kernels.rows import combine
 from oled_moe.lanes import Event, Lane
 from oled_moe.slots import SlotPool
 from oled_moe.store import HostExpertStore
@@ -111,7 +112,9 @@ class OffloadedExperts:
         self.copy_observers: list[CopyObserver] = []
         self.wants_gate_scores = "gate_scores" in cache.policy.needs
         self.routing: RoutingSource | None = None
+        # Seconds of the calling thread: planning and queueing, and waiting for copies.
         self.planning_s = 0.0
+        self.wait_s = 0.0
         self._kernel = kernel
         self._cpu_kernel = cpu_kernel or kernel
         self._compute_lane = compute_lane
@@ -183,13 +186,14 @@ class OffloadedExperts:
                 num_experts=self.cache.shape.num_experts,
                 gate_scores=rest[0].numpy() if scores else None,
             )
+            self.planning_s += time.perf_counter() - start_s
             pending = self._prepare(demand, hidden_TD, events)
-            start_s += self._submit_hits_early(pending)
+            self._submit_hits_early(pending)
+            start_s = time.perf_counter()
             plan = pending.plan = self.cache.plan(demand)
             self.pool.apply(demand, plan)
             if pending.has_hits:
-                for slot in plan.hit_slots.tolist():
-                    self.pool.submitted_reader(slot, events[0])
+                self.pool.submitted_readers(plan.hit_slots.tolist(), events[0])
             self.planning_s += time.perf_counter() - start_s
             if len(plan.cpu_ids):
                 self._submit_cpu_experts(pending, rest[-1], plan.cpu_ids)
@@ -229,21 +233,18 @@ class OffloadedExperts:
         bounds = np.zeros(len(demand.expert_ids) + 1, dtype=np.int64)
         np.cumsum(demand.num_tokens, out=bounds[1:])
         tokens_N = self._link.to_device(torch.from_numpy(order_N // top_k))
-        rows_ND = hidden_TD[tokens_N]
+        rows_ND = hidden_TD.index_select(0, tokens_N)
         return PendingLayer(demand, rows_ND, torch.empty_like(rows_ND), order_N, bounds, events)
 
-    def _submit_hits_early(self, pending: PendingLayer) -> float:
-        """Start the hits where that is worth while; the seconds it took, which plan nothing."""
+    def _submit_hits_early(self, pending: PendingLayer) -> None:
+        """Start the hits where kernels run by themselves: a look-up is all that comes before."""
         if not self._starts_hits:
-            return 0.0
+            return
         hit_ids, hit_slots = self.cache.hits(pending.demand)
-        if not len(hit_ids):
-            return 0.0
-        start_s = time.perf_counter()
-        work = self._work(pending, hit_ids, hit_slots)
-        pending.events.append(self._compute_lane.submit(work))
-        pending.has_hits = True
-        return time.perf_counter() - start_s
+        if len(hit_ids):
+            work = self._work(pending, hit_ids, hit_slots)
+            pending.events.append(self._compute_lane.submit(work))
+            pending.has_hits = True
 
     def _submit_device_experts(self, pending: PendingLayer, plan: LayerPlan) -> None:
         pool = self.pool
@@ -279,7 +280,9 @@ class OffloadedExperts:
             after = [self.pool.ready(first)]
             last = first + 1
             if self._compute_lane.runs_at_once:
+                start_s = time.perf_counter()
                 after[0].wait()
+                self.wait_s += time.perf_counter() - start_s
                 while last < end and self.pool.has_arrived(last):
                     after.append(self.pool.ready(last))
                     last += 1
@@ -299,8 +302,7 @@ class OffloadedExperts:
         work = self._work(pending, expert_ids, slots)
         event = self._compute_lane.submit(work, after=after)
         pending.events.append(event)
-        for slot in slots.tolist():
-            self.pool.submitted_reader(slot, event)
+        self.pool.submitted_readers(slots.tolist(), event)
 
     def _work(
         self, pending: PendingLayer, expert_ids: IntArray, slots: IntArray
@@ -321,7 +323,7 @@ class OffloadedExperts:
         starts, ends = pending.rows_of(cpu_ids)
         rows = np.concatenate([np.arange(*pair) for pair in zip(starts, ends, strict=True)])
         tokens = pending.order_N[rows] // pending.demand.topk_ids.shape[1]
-        rows_ND = hidden_TD[torch.from_numpy(tokens)]
+        rows_ND = hidden_TD.index_select(0, torch.from_numpy(tokens))
         out_ND = torch.empty_like(rows_ND)
         sizes = ends - starts
         own_ends = np.cumsum(sizes)
@@ -345,13 +347,7 @@ class OffloadedExperts:
         choice_TK = np.argsort(place_TK, axis=1)
         indices = np.stack((choice_TK, np.take_along_axis(place_TK, choice_TK, axis=1)))
         choices, places = self._link.to_device(torch.from_numpy(indices))
-        sorted_weights_TK = weights_TK.gather(1, choices)
-        total_TD = torch.zeros(
-            num_tokens, pending.out_ND.shape[1], dtype=torch.float32, device=weights_TK.device
-        )
-        for k in range(top_k):
-            total_TD += pending.out_ND[places[:, k]].float() * sorted_weights_TK[:, k, None]
-        return total_TD
+        return combine(pending.out_ND, places, weights_TK.gather(1, choices))
 
     def _abandon(self) -> None:
         """Let everything under way end, then forget the layer: a slot may hold half an expert.

@@ -142,7 +142,7 @@ class SlotPool:
     def apply(self, demand: LayerDemand, plan: LayerPlan) -> None:
         """Queue the plan's copies, in its order, as far as no reader is still to come.
 
-        The rest follow as `submitted_reader` tells of the readers they wait for.
+        The rest follow as `submitted_readers` tells of the readers they wait for.
         `num_staged_ready` says how many staged experts were there already.
         """
         self._layer = demand.layer
@@ -176,12 +176,13 @@ class SlotPool:
         """The event of a staged expert's copy."""
         return self._ahead[slot]
 
-    def submitted_reader(self, slot: int, reader: Event) -> None:
-        """Tell that the next reader of `slot` is under way and fires `reader` when done."""
-        self._idle[slot] = reader
-        self._coming_readers[slot] -= 1
-        # A copy ahead has been waited for by its first reader: the slot is like any other.
-        self._ahead.pop(slot, None)
+    def submitted_readers(self, slots: Sequence[int], reader: Event) -> None:
+        """Tell that the next reader of each slot is under way and fires `reader` when done."""
+        for slot in slots:
+            self._idle[slot] = reader
+            self._coming_readers[slot] -= 1
+            # A copy ahead has been waited for by its first reader: the slot is like any other.
+            self._ahead.pop(slot, None)
         self._advance()
 
     def next_wave(self) -> None:

@@ -1,34 +1,18 @@
 """Text to token ids and back, and the chat template, from the checkpoint's own files.
 
-tokenizer.json is read by the tokenizers library; the template runs in jinja2's sandbox with the
-helpers that Hugging Face Transformers gives templates.
+tokenizer.json is read by the tokenizers library; `chat_template.py` runs the template.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 from tokenizers import Tokenizer as RawTokenizer
 
 from oled_moe.errors import CheckpointError, InputError
 
 MASK_NAMES = ("<|mask|>", "<|MASK|>")
-# What running somebody's template over somebody's messages can raise.
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 class Tokenizer:
@@ -122,21 +106,20 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this checkpoint has no chat template; send a plain prompt (--raw)")
-        environment = _template_environment()
+        # Only conversations need jinja2.
+        from oled_moe.chat_template import render
+
         specials = {
             name: self._special(name)
             for name in ("bos_token", "eos_token", "pad_token", "mask_token", "unk_token")
         }
-        try:
-            template = environment.from_string(self.chat_template)
-            return template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **{name: token for name, token in specials.items() if token is not None},
-                **variables,
-            )
-        except _TEMPLATE_ERRORS as error:
-            raise InputError(f"the chat template refused the messages: {error}") from None
+        known = {name: token for name, token in specials.items() if token is not None}
+        return render(
+            self.chat_template,
+            messages,
+            known,
+            {"add_generation_prompt": add_generation_prompt, **variables},
+        )
 
     def _special(self, name: str) -> str | None:
         value = self._settings.get(name)
@@ -165,39 +148,3 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise CheckpointError(f"{path}: is not a JSON object; download it again")
     return settings
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any, indent: int | None = None, *, ensure_ascii: bool = False, **options: Any
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's part for training; here it is transparent."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
