@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 import torch
 from test_bench import FakeEngine, World
+from test_random_checkpoint import TINY
+from test_roofline import SMALL
 
 import oled_moe.engine
+import oled_moe.random_checkpoint
+import oled_moe.replay_bench
+import oled_moe.shapes
 from oled_moe.cli import main
-from oled_moe.cli_bench import DEFAULT_POLICIES, read_prompts
+from oled_moe.cli_bench import DEFAULT_POLICIES, read_prompts, split_policies
 from oled_moe.errors import InputError
 from oled_moe.policies import POLICIES, is_clairvoyant
+from oled_moe.roofline import measure_limits
+from oled_moe.shapes import Shape
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -126,7 +133,7 @@ def test_failed_requests_are_exit_1(run: Run, world: World, prompts: str) -> Non
         (["--num-prompts", "99"], "1 to 5"),
         (["--capacity", "2", "--expert-memory", "50%"], "give one of them"),
         (["--threshold", "7"], "threshold is 7"),
-        (["--device", "cuda"], "cpu, emulated"),
+        (["--device", "tpu"], "device is 'tpu'; allowed: cpu"),
         (["--out", "no/such/place/report.html"], "no/such/place"),
         (["--save", "/"], "is a directory"),
         (["--no-such-flag"], "--no-such-flag"),
@@ -209,3 +216,148 @@ def test_demo_live(run: Run, tmp_path: Path) -> None:
         assert 0 < case["peak_resident_experts"] <= case["num_slots"] + case["num_staging"]
     assert values["peak_process_bytes"] > 0 and "torch" in values["versions"]
     assert "bundled questions" in values["prompts"] and "<svg" in page.read_text()
+
+
+# Full size without weights, here a tiny one
+
+
+@pytest.fixture
+def tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A shape that only tests know, limits measured on little; where its weights come to lie."""
+    shape = Shape("tiny", TINY, note="tiny is a test.")
+    monkeypatch.setattr(oled_moe.shapes, "SHAPES", {"tiny": shape})
+    monkeypatch.setattr(oled_moe.random_checkpoint, "_POOL_VALUES", 2**16)
+
+    def measure(*arguments: Any, **options: Any) -> Any:
+        return measure_limits(*arguments, **{**options, "effort": SMALL})
+
+    monkeypatch.setattr(oled_moe.replay_bench, "measure_limits", measure)
+    return tmp_path / ".cache" / "oled-moe" / "shapes"
+
+
+SHAPE_RUN = ("--shape", "tiny", "--forwards", "3", "--warmup", "1")
+
+
+def test_shape_table(run: Run, tiny_shape: Path) -> None:
+    code, out, err = run(
+        *SHAPE_RUN, "--moe-layers", "2", "--policy", "naive-lru,oled+prefetch:words=true,least=0",
+        "--experts-per-layer", "4,16", "--replay", "synth:llada2-mini:block=8",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert [path.name for path in tiny_shape.glob("[!.]*")] == ["tiny-2layers"]
+    table = [line for line in out.splitlines() if line.startswith(("naive-lru", "oled+prefetch:"))]
+    assert len(table) == 4
+    for words in (
+        "tiny, 2 of 3 MoE layers, bfloat16, random weights",
+        "replayed: synthetic, preset llada2-mini, blocks of 8",
+        "The weights are random and the routing is replayed (synthetic)",
+        "tiny is a test.",
+        "3 denoising forwards of 8 tokens a block counted",
+    ):
+        assert words in out
+    # With a name of ordinary length the table fits a page.
+    long_name = "oled+prefetch:words=true,least=0"
+    assert max(map(len, table)) - len(long_name) + len("oled-load-aware") <= 100
+
+
+def test_shape_json_and_rows(run: Run, tiny_shape: Path, tmp_path: Path) -> None:
+    place, rows = tmp_path / "weights", tmp_path / "rows.jsonl"
+    code, out, err = run(
+        *SHAPE_RUN, "--policy", "lfu", "--json", "--save", str(rows), "--checkpoint-dir",
+        str(place), "--replay", "synth:llada2-mini:block=8",
+    )  # fmt: skip
+    assert code == 0 and str(rows) in err
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    values = json.loads(out, parse_constant=refuse)
+    (only,) = values["runs"]
+    # A quarter of the experts where nothing is said.
+    assert (only["policy"], only["experts_per_layer"], only["num_forwards"]) == ("lfu", 4, 3)
+    assert values["shape"] == "tiny" and values["replayed"] and values["note"]
+    assert values["checkpoint"] == str(place / "tiny-3layers")
+    (row,) = [json.loads(line, parse_constant=refuse) for line in rows.read_text().splitlines()]
+    assert row["forward_s_median"] == only["forward_s_median"] and row["shape"] == "tiny"
+    assert row["notes"] == values["notes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demo"], "both MODEL 'demo' and --shape"),
+        (["--prompts", "p.txt"], "--prompts does not go with --shape"),
+        (["--num-prompts", "2"], "--num-prompts does not go"),
+        (["--capacity", "4"], "--capacity does not go with --shape; give --experts-per-layer"),
+        (["--quick"], "--quick does not go"),
+        (["--raw"], "--raw does not go"),
+        (["--out", "x.html"], "--out does not go with --shape; give --json or --save"),
+        (["--memory", "1GiB"], "--memory does not go with --shape; give --experts-per-layer"),
+        (["--max-tokens", "4"], "--max-tokens does not go"),
+        (["--temperature", "0"], "--temperature does not go"),
+        (["--moe-layers", "9"], "moe-layers is 9; allowed: a whole number, 1 to 3"),
+        (["--forwards", "0"], "forwards is 0"),
+        (["--warmup", "-1"], "warmup is -1"),
+        (["--repetitions", "0"], "repetitions is 0"),
+        (["--experts-per-layer", "many"], "experts-per-layer is 'many'; allowed"),
+        (["--experts-per-layer", "17"], "0 to 16"),
+        (["--experts-per-layer", "4,4"], "is given twice"),
+        (["--policy", "nope"], "unknown policy 'nope'"),
+        (["--policy", "finemoe"], "all router scores"),
+        (["--replay", "synth:nope"], "unknown preset 'nope'"),
+        (["--replay", "synth:llada2-mini:num_requests=1", "--forwards", "9999"], "--forwards"),
+        (["--shape", "nope"], "unknown shape 'nope'; known: tiny"),
+        (["--save", "/"], "is a directory"),
+    ],
+)
+def test_shape_refuses_before_anything_is_written(
+    run: Run, tiny_shape: Path, arguments: list[str], words: str
+) -> None:
+    code, out, err = run(*SHAPE_RUN, *arguments)
+    assert (code, out) == (2, "") and not tiny_shape.exists()
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demo", "--forwards", "3"], "--forwards goes with --shape"),
+        (["demo", "--replay", "synth:llada2-mini"], "--replay goes with --shape"),
+        (["demo", "--experts-per-layer", "4,8"], "repeat --capacity"),
+        ([], "name one, or a --shape"),
+    ],
+)
+def test_shape_flags_need_a_shape(run: Run, world: World, arguments: list[str], words: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+
+
+def test_shape_without_room_is_4(
+    run: Run, tiny_shape: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oled_moe.random_checkpoint, "_free_bytes", lambda directory: 2**20)
+    code, out, err = run(*SHAPE_RUN)
+    assert (code, out) == (4, "") and err.count("\n") == 1 and "--checkpoint-dir" in err
+
+
+def test_a_trace_that_is_not_there_is_3(run: Run, tiny_shape: Path) -> None:
+    assert run(*SHAPE_RUN, "--replay", "no.trace.safetensors")[0] == 3
+
+
+def test_a_shape_wins_over_a_model_of_the_environment(
+    run: Run, tiny_shape: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OLED_MOE_MODEL", "demo")
+    code, _, err = run(*SHAPE_RUN, "--policy", "lfu", "--replay", "synth:llada2-mini:block=8")
+    assert (code, err) == (0, "")
+
+
+def test_policies_may_be_given_in_one_flag() -> None:
+    assert split_policies(["a,b:k=1,l=2,c", "d:x=1", "e"]) == ["a", "b:k=1,l=2", "c", "d:x=1", "e"]
+    assert split_policies(["k=1"]) == ["k=1"] and split_policies(["a", "k=1"]) == ["a", "k=1"]
+
+
+def test_experts_per_layer_is_one_number_with_a_model(run: Run, world: World, prompts: str) -> None:
+    asked = ("m", "--prompts", prompts, "--num-prompts", "1", "--quick", "--json")
+    code, out, _ = run(*asked, "--experts-per-layer", "2.5")
+    assert code == 0 and json.loads(out)["config"]["experts_per_layer"] == 2.5

@@ -492,7 +492,7 @@ def run_bench(
         say=progress or (lambda text: None),
     )
     order = interleaved_order(len(cases), repetitions, seed=seed)
-    load = _Load()
+    load = Load()
     with bench.opened():
         results = bench.run(order)
     setup = {
@@ -779,7 +779,7 @@ def _num_tokens(engine: Engine, request: Prompt) -> int:
 # Where it comes from
 
 
-class _Load:
+class Load:
     """How busy the machine was, and how much of that were others."""
 
     def __init__(self) -> None:

@@ -11,7 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from oled_moe.cli_bench_shape import ShapeFlags, ShapeRun, check_shape_flags, run_shape
 from oled_moe.cli_flags import (
+    MODEL_HELP,
     POLICY_NAMES,
     EngineFlags,
     Json,
@@ -21,7 +25,6 @@ from oled_moe.cli_flags import (
 )
 from oled_moe.cli_shared import (
     LogFlags,
-    Model,
     hub_cache,
     print_json,
     print_rows,
@@ -37,6 +40,10 @@ from oled_moe.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from oled_moe.bench import BenchReport, Prompt
+
+BenchModel = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, envvar="OLED_MOE_MODEL")
+]
 
 DEFAULT_POLICIES = ("naive-lru", "lfu", "priority", "oled")
 # Without a budget everything would be resident and no policy had anything to decide.
@@ -72,17 +79,50 @@ class BenchEngineFlags(EngineFlags):
             "--policy",
             panel="Engine",
             metavar="NAME",
-            help="NAME[:key=value,...]; repeat it, the first is the baseline. "
+            help="NAME[:key=value,...]; repeat it or give NAME,NAME; the first is the baseline. "
             f"Default: {', '.join(DEFAULT_POLICIES)}. Of: {', '.join(POLICY_NAMES)}.",
         ),
     ] = None  # type: ignore[assignment]  # one policy elsewhere, several here
+    experts_per_layer: Annotated[
+        str | None,
+        flag(
+            "--experts-per-layer",
+            panel="Engine",
+            metavar="C",
+            help="Expert slots per MoE layer, a mean; staging comes on top. With --shape several, "
+            "as 40,100; default there: a quarter of the experts.",
+        ),
+    ] = None  # type: ignore[assignment]  # one number elsewhere, several here
 
     def policies(self) -> tuple[str, ...]:
-        return tuple(self.policy or DEFAULT_POLICIES)
+        return tuple(split_policies(self.policy or DEFAULT_POLICIES))
+
+    def capacities(self) -> list[float]:
+        """The numbers of --experts-per-layer. Raises: ConfigError."""
+        texts = [] if self.experts_per_layer is None else self.experts_per_layer.split(",")
+        try:
+            return [float(text) for text in texts]
+        except ValueError:
+            raise ConfigError(
+                f"experts-per-layer is {self.experts_per_layer!r}; allowed: a number, or several "
+                "as 40,100"
+            ) from None
 
     def config(self) -> EngineConfig:
-        """What all policies share: a quarter of the experts where no budget is given."""
-        config = replace(EngineFlags.config(self), policy="oled")
+        """What all policies share but the number of experts. Raises: ConfigError."""
+        plain = {name: getattr(self, name) for name in EngineFlags.__dataclass_fields__}
+        plain.update(policy="oled", experts_per_layer=None)
+        return EngineFlags(**plain).config()
+
+    def config_for_model(self) -> EngineConfig:
+        """The same with a budget: a quarter of the experts where none is given."""
+        capacities = self.capacities()
+        if len(capacities) > 1:
+            raise ConfigError(
+                f"experts-per-layer is {self.experts_per_layer!r}; several go with --shape: repeat "
+                "--capacity instead"
+            )
+        config = replace(self.config(), experts_per_layer=capacities[0] if capacities else None)
         budgets = (config.experts_per_layer, config.expert_memory, config.memory)
         if all(budget is None for budget in budgets):
             return replace(config, expert_memory=DEFAULT_EXPERT_MEMORY)
@@ -108,12 +148,17 @@ class BenchFlags:
     ] = None
     warmup: Annotated[
         int | None,
-        flag("--warmup", help=f"Uncounted requests first; default: {DEFAULT_NUM_WARMUP}."),
+        flag(
+            "--warmup",
+            help=f"Uncounted requests first; default: {DEFAULT_NUM_WARMUP}. With --shape denoising "
+            "forwards; default: until caches are full.",
+        ),
     ] = None
     repetitions: Annotated[
         int | None,
         flag(
-            "--repetitions", help=f"Of every policy, interleaved; default: {DEFAULT_REPETITIONS}."
+            "--repetitions",
+            help=f"Of every policy, interleaved; default: {DEFAULT_REPETITIONS}, with --shape 1.",
         ),
     ] = None
     capacity: Annotated[
@@ -139,14 +184,31 @@ class BenchFlags:
     ] = None
 
 
-_ENGINE, _BENCH = BenchEngineFlags(), BenchFlags()
+_ENGINE, _BENCH, _SHAPE = BenchEngineFlags(), BenchFlags(), ShapeFlags()
+
+
+def split_policies(texts: Sequence[str]) -> list[str]:
+    """The specs in `a,b:key=1,key=2,c`: what has `=` but no `:` before it belongs to the last."""
+    specs: list[str] = []
+    for part in (part for text in texts for part in [None, *text.split(",")]):
+        if part is None:
+            is_first = True
+            continue
+        is_parameter = "=" in part and ":" not in part.split("=")[0]
+        if is_parameter and not is_first:
+            specs[-1] += f",{part}"
+        else:
+            specs.append(part)
+        is_first = False
+    return specs
 
 
 @takes_flags
 def bench(
-    model: Model,
+    model: BenchModel = None,
     bench: BenchFlags = _BENCH,
     as_json: Json = False,
+    shape: ShapeFlags = _SHAPE,
     engine: BenchEngineFlags = _ENGINE,
     sampling: SamplingFlags = SamplingFlags(),
     log: LogFlags = LogFlags(),
@@ -155,9 +217,21 @@ def bench(
 
     Each repetition runs every policy before the next begins. The exit code is 1 where policies
     give different tokens that must be the same, or a request fails.
+
+    With --shape there is no model: random weights of that size are made once, and the routing of
+    a trace is replayed through the real engine, against the roofline of the same run.
     """
     use_log_flags(log)
-    config, params = engine.config(), sampling.params()
+    check_shape_flags(shape, bench, engine, sampling)
+    if (model is None) == (shape.shape is None):
+        raise ConfigError(
+            "there is no model; name one, or a --shape to run without weights"
+            if model is None
+            else f"both MODEL {model!r} and --shape are given; give one of them"
+        )
+    if model is None:
+        return _bench_shape(shape, bench, engine, as_json=as_json)
+    config, params = engine.config_for_model(), sampling.params()
     _check_budgets(bench, engine)
     for path in (bench.out, bench.save):
         _check_writable(path)
@@ -198,6 +272,24 @@ def bench(
     else:
         _print_report(values)
     return 1 if report.is_failed else 0
+
+
+def _bench_shape(
+    shape: ShapeFlags, bench: BenchFlags, engine: BenchEngineFlags, *, as_json: bool
+) -> int:
+    _check_writable(bench.save)
+    return run_shape(
+        ShapeRun(
+            shape,
+            engine.policies(),
+            engine.capacities(),
+            engine.config(),
+            warmup=bench.warmup,
+            repetitions=_or(bench.repetitions, 1),
+            save=bench.save,
+            as_json=as_json,
+        )
+    )
 
 
 def _or(value: int | None, default: int) -> int:
