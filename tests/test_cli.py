@@ -276,7 +276,7 @@ def test_policy_names_in_help_are_those_of_the_registry() -> None:
         (["-p", "x", "--no-such-flag"], 2, "--no-such-flag"),
         (["-p", "x", "--max-tokens", "many"], 2, "--max-tokens"),
         (["-p", "x", "--threshold", "7"], 2, "threshold is 7"),
-        (["-p", "x", "--device", "cuda"], 2, "cpu, emulated"),
+        (["-p", "x", "--device", "tpu"], 2, "cpu, cuda, emulated"),
         (["-p", "x", "--algorithm", "magic"], 2, "joint_threshold"),
         (["-p", "x", "--memory", "1GiB", "--expert-memory", "50%"], 2, "give one of them"),
         (["-p", "x", "--prompt-ids", "1"], 2, "give one of them"),

@@ -16,6 +16,7 @@ from oled_moe.costs import (
     PROFILE_VERSION,
     CostModel,
     HardwareProfile,
+    WeightRate,
     load_profile,
 )
 from oled_moe.errors import ConfigError, ModelNotFoundError
@@ -28,7 +29,17 @@ POSITIVE = (
     "disk_direct_bytes_per_s",
     "disk_buffered_bytes_per_s",
 )
-NOT_NEGATIVE = ("copy_latency_s", "emulated_jitter_s")
+NOT_NEGATIVE = ("copy_latency_s", "emulated_jitter_s", "load_overhead_s")
+# Of earlier versions nothing is known of these.
+LATER = (
+    "memory_read_bytes_per_s",
+    "matrix_flops_per_s",
+    "weight_rates",
+    "gpu_memory_bytes",
+    "ram_bytes",
+    "load_overhead_s",
+    "is_disturbed",
+)
 
 
 def changed(**changes: Any) -> HardwareProfile:
@@ -36,6 +47,14 @@ def changed(**changes: Any) -> HardwareProfile:
 
 
 positive = st.floats(min_value=1e-9, max_value=1e15)
+rates = st.builds(
+    WeightRate,
+    place=st.sampled_from(("cpu", "cuda")),
+    operation=st.sampled_from(("expert", "dense")),
+    dtype=st.sampled_from(("bfloat16", "float32")),
+    num_rows=st.integers(1, 64),
+    bytes_per_s=positive,
+)
 
 
 @st.composite
@@ -47,6 +66,12 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         disk_queue_depth=draw(st.integers(1, 64)),
         is_measured=draw(st.booleans()),
         note=draw(st.text()),
+        memory_read_bytes_per_s=draw(st.none() | positive),
+        matrix_flops_per_s=draw(st.none() | positive),
+        weight_rates=tuple(draw(st.lists(rates, max_size=3))),
+        gpu_memory_bytes=draw(st.none() | st.integers(1, 2**40)),
+        ram_bytes=draw(st.none() | st.integers(1, 2**40)),
+        is_disturbed=draw(st.booleans()),
     )
 
 
@@ -120,6 +145,57 @@ def test_optional_field_may_be_missing(name: str, default: object) -> None:
     values = stored(emulated_jitter_s=0.5, is_measured=True, note="something")
     del values[name]
     assert getattr(HardwareProfile.from_dict(values), name) == default
+
+
+def test_profiles_of_earlier_versions_stay_readable() -> None:
+    values = json.loads(DEFAULT_PROFILE.to_json())
+    for name in LATER:
+        del values[name]
+    assert HardwareProfile.from_dict(values) == DEFAULT_PROFILE
+
+
+RATE = {
+    "place": "cpu", "operation": "expert", "dtype": "bfloat16", "num_rows": 1, "bytes_per_s": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        3,
+        {"cpu": 1},
+        ["x"],
+        [{}],
+        [{**RATE, "more": 1}],
+        [{**RATE, "place": "moon"}],
+        [{**RATE, "operation": "guess"}],
+        [{**RATE, "dtype": "int3"}],
+        [{**RATE, "num_rows": 0}],
+        [{**RATE, "bytes_per_s": 0}],
+        [{**RATE, "bytes_per_s": math.nan}],
+    ],
+)
+def test_bad_weight_rates_are_named(values: object) -> None:
+    with pytest.raises(ConfigError, match="weight_rates"):
+        HardwareProfile.from_dict(stored(weight_rates=values))
+    assert HardwareProfile.from_dict(stored(weight_rates=[RATE])).weight_rates == (
+        WeightRate(**RATE),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("memory_read_bytes_per_s", 0),
+        ("matrix_flops_per_s", -1.0),
+        ("gpu_memory_bytes", 0),
+        ("ram_bytes", 1.5),
+        ("is_disturbed", 1),
+    ],
+)
+def test_bad_values_for_predictions_are_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        changed(**{name: value})
 
 
 @pytest.mark.parametrize(

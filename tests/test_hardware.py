@@ -100,3 +100,20 @@ def test_profiles_of_earlier_versions_stay_readable(tmp_path: Path) -> None:
 def test_bad_values_are_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
         replace(DEFAULT_PROFILE, **{name: value})
+
+
+def test_the_beginning_of_a_name_will_do() -> None:
+    assert load_hardware("rtx4090") == load_hardware("rtx4090-ddr5")
+    with pytest.raises(ConfigError, match="testbed-a or testbed-b"):
+        load_hardware("testbed")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gpu_memory_is_known(name: str) -> None:
+    """As the note says it, in GB or GiB."""
+    profile = load_hardware(name)
+    assert profile.gpu_memory_bytes is not None
+    sizes = {round(profile.gpu_memory_bytes / unit) for unit in (10**9, 2**30)}
+    assert any(f"{size} GB" in profile.note for size in sizes)
+    if profile.ram_bytes is not None:
+        assert f"{round(profile.ram_bytes / 10**9)} GB host" in profile.note

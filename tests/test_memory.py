@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from oled_moe.config import EngineConfig, parse_size
 from oled_moe.errors import ConfigError, DoesNotFitError
-from oled_moe.memory import MemoryPlan, ModelMemory, plan_memory, process_memory_bytes
+from oled_moe.memory import (
+    GPU_RESERVE_BYTES,
+    GpuMemoryPlan,
+    MemoryPlan,
+    ModelMemory,
+    plan_gpu_memory,
+    plan_memory,
+    process_memory_bytes,
+)
 from oled_moe.sizing import MAX_STAGING
 from oled_moe.types import MoeShape
 
@@ -189,3 +197,71 @@ def test_capacity_never_exceeds_the_budget(shape: MoeShape, share: float, usable
 
 def test_process_memory() -> None:
     assert MIB < process_memory_bytes() < parse_size("ram", "1TiB")
+
+
+# A GPU and the RAM behind it
+
+FREE = GPU_RESERVE_BYTES + 32 * MIB
+
+
+def gpu_plan(
+    config: EngineConfig | None = None, *, gpu: int = FREE + 16 * MIB, ram: int = PLENTY
+) -> GpuMemoryPlan:
+    return plan_gpu_memory(config or EngineConfig(), SHAPE, MODEL, gpu_bytes=gpu, ram_bytes=ram)
+
+
+def test_gpu_parts_add_up() -> None:
+    plan = gpu_plan(ram=140 * MIB)
+    for lines, total in (
+        (plan.gpu_lines(), plan.gpu.total_bytes),
+        (plan.ram_lines(), plan.ram_bytes),
+    ):
+        assert lines[-1] == ("total", total)
+        assert sum(size for _, size in lines[:-1]) == total
+    # Dense weights, K/V and activations are on the GPU, the program and its buffers in RAM.
+    assert plan.gpu.model.process_bytes == GPU_RESERVE_BYTES
+    assert plan.gpu.model.buffer_bytes == 0 and plan.host_process_bytes == 100 * MIB
+    assert (plan.num_pinned, plan.num_on_disk) == (38, 26)
+    assert plan.bounce_bytes == MODEL.buffer_bytes
+    # All of the GPU is taken: nobody else uses it.
+    assert plan.gpu.num_slots + plan.gpu.num_staging == 16
+
+
+def test_ram_that_holds_all_needs_no_buffers() -> None:
+    plan = gpu_plan(ram=164 * MIB)
+    assert (plan.num_pinned, plan.num_on_disk, plan.bounce_bytes) == (64, 0, 0)
+    assert plan.pinned_bytes == 64 * MIB
+
+
+@pytest.mark.parametrize("gpu", [1, GPU_RESERVE_BYTES, FREE])
+def test_a_gpu_too_small_is_told(gpu: int) -> None:
+    with pytest.raises(DoesNotFitError):
+        gpu_plan(gpu=gpu)
+
+
+def test_ram_too_small_for_the_program_is_told() -> None:
+    with pytest.raises(DoesNotFitError, match="raise ram"):
+        gpu_plan(ram=50 * MIB)
+    assert gpu_plan(EngineConfig(force=True), ram=50 * MIB).num_pinned == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "num_slots"),
+    [
+        (EngineConfig(experts_per_layer=2), 8),
+        (EngineConfig(expert_memory="12MiB"), 11),
+        (EngineConfig(memory=FREE + 10 * MIB), 9),
+    ],
+)
+def test_budgets_are_those_of_the_gpu(config: EngineConfig, num_slots: int) -> None:
+    assert gpu_plan(config, gpu=FREE + 64 * MIB).gpu.num_slots == num_slots
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 50))
+def test_more_memory_never_holds_less(gpu: int, ram: int, more: int) -> None:
+    few = gpu_plan(gpu=FREE + (2 + gpu) * MIB, ram=(102 + ram) * MIB)
+    more_gpu = gpu_plan(gpu=FREE + (2 + gpu + more) * MIB, ram=(102 + ram) * MIB)
+    more_ram = gpu_plan(gpu=FREE + (2 + gpu) * MIB, ram=(102 + ram + more) * MIB)
+    assert more_gpu.gpu.num_slots >= few.gpu.num_slots
+    assert more_ram.num_pinned >= few.num_pinned
+    assert few.ram_bytes <= (102 + ram) * MIB and few.gpu.total_bytes <= FREE + (2 + gpu) * MIB

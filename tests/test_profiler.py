@@ -23,24 +23,31 @@ from oled_moe import profiler
 from oled_moe.costs import DEFAULT_PROFILE, CostModel, load_profile
 from oled_moe.errors import ConfigError, DoesNotFitError, OledMoeError
 from oled_moe.profiler import (
+    COPY_SHARES,
+    DENSE_ROWS,
     EXPERT_ROWS,
+    FULL,
     QUEUE_DEPTHS,
+    CopyTime,
     DiskRead,
     Effort,
     ExpertTime,
     Figure,
+    GpuMeasurements,
     Measurements,
+    ProductTime,
     best_disk_read,
     default_profile_path,
     fit_affine,
     machine_facts,
+    measure_gpu,
     measure_hardware,
     save_profile,
     to_profile,
     usable_cores,
     usable_memory_bytes,
 )
-from oled_moe.store import DiskExpertStore
+from oled_moe.store import DiskExpertStore, ExpertLayout
 
 MIB = 2**20
 TINY = Effort(
@@ -81,7 +88,7 @@ def test_measures_everything(dtype: torch.dtype, tmp_path: Path) -> None:
     found = measure(tmp_path, dtype=dtype, threads=2, report=steps.append)
     assert torch.get_num_threads() == before
     assert list(tmp_path.iterdir()) == []
-    assert len(steps) == len(set(steps)) == 6
+    assert len(steps) == len(set(steps)) == 7
     for figure in (
         found.memory_copy_bytes_per_s,
         found.memory_read_bytes_per_s,
@@ -103,7 +110,14 @@ def test_measures_everything(dtype: torch.dtype, tmp_path: Path) -> None:
         check_figure(read.bytes_per_s)
         check_figure(read.tiny_read_s)
     assert 0 < found.scratch_bytes <= TINY.max_scratch_bytes + MIB // 8
-    json.loads(json.dumps(found.to_dict()))
+    kinds = {(product.operation, product.dtype) for product in found.products}
+    assert kinds == {(o, d) for o in ("expert", "dense") for d in ("bfloat16", "float32")}
+    for product in found.products:
+        check_figure(product.seconds)
+        assert product.place == "cpu" and product.weight_bytes > 0
+    sizes = [copy.num_bytes / found.expert_bytes for copy in found.copies]
+    assert sizes == list(COPY_SHARES)
+    json.loads(json.dumps(found.to_dict(), allow_nan=False))
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -415,6 +429,102 @@ def test_tiny_reads_never_explain_more_than_half() -> None:
     profile = to_profile(handmade(disk_reads=reads), "cpu")
     assert profile.copy_latency_s == pytest.approx(3e-3)
     assert CostModel.from_profile(profile, 6_000_000).transfer_s == pytest.approx(6e-3)
+
+
+def test_profile_holds_what_predictions_need() -> None:
+    products = (
+        ProductTime("cpu", "expert", "bfloat16", 4, 6_000_000, Figure(3e-4, 2e-4, 9e-4, 9)),
+        ProductTime("cpu", "dense", "float32", 8, 8_000_000, exactly(1e-3)),
+    )
+    machine = {"usable_cores": 2, "memory_limit_bytes": None, "memory_total_bytes": 2**34}
+    found = handmade(products=products, machine=machine)
+    profile = to_profile(found, "cpu", layer_overhead_s=1e-4, load_overhead_s=2e-5)
+    assert profile.memory_read_bytes_per_s == 2e10 and profile.matrix_flops_per_s == 1e12
+    assert (profile.layer_overhead_s, profile.load_overhead_s) == (1e-4, 2e-5)
+    assert profile.ram_bytes == 2**34 and profile.gpu_memory_bytes is None
+    rates = {(rate.operation, rate.num_rows): rate.bytes_per_s for rate in profile.weight_rates}
+    assert rates == {("expert", 4): pytest.approx(2e10), ("dense", 8): pytest.approx(8e9)}
+    assert not profile.is_disturbed
+    crowded = to_profile(replace(found, is_disturbed=True), "cpu")
+    assert crowded.is_disturbed
+    assert crowded.weight_rates[0].bytes_per_s == pytest.approx(3e10)
+
+
+def handmade_gpu() -> GpuMeasurements:
+    def expert(rows: int) -> ProductTime:
+        seconds = exactly(1e-5 + 1e-7 * rows)
+        return ProductTime("cuda", "expert", "bfloat16", rows, 6_000_000, seconds)
+
+    copies = [
+        CopyTime("ram", "gpu", is_pinned, size, exactly(2e-5 + size / rate))
+        for is_pinned, rate in ((True, 2.5e10), (False, 1e10))
+        for size in (1_500_000, 6_000_000, 24_000_000)
+    ]
+    return GpuMeasurements(
+        name="made up",
+        memory_bytes=16 * 2**30,
+        memory_read_bytes_per_s=exactly(1e12),
+        matrix_flops_per_s=exactly(1e14),
+        round_trip_s=exactly(3e-5),
+        products=tuple(map(expert, EXPERT_ROWS)),
+        copies=tuple(copies),
+    )
+
+
+def test_cuda_profile_by_hand() -> None:
+    profile = to_profile(handmade(gpu=handmade_gpu()), "cuda")
+    assert "made up" in profile.name and profile.is_measured and profile.has_cpu_experts
+    assert profile.copy_bytes_per_s == pytest.approx(2.5e10)
+    assert profile.copy_latency_s == pytest.approx(2e-5)
+    assert profile.device_weight_bytes_per_s == pytest.approx(6e11)
+    assert profile.device_token_weight_bytes_per_s == pytest.approx(6e13)
+    assert profile.activation_round_trip_s == 3e-5
+    assert profile.gpu_memory_bytes == 16 * 2**30
+    assert {rate.place for rate in profile.weight_rates} == {"cuda"}
+    # The CPU's own numbers stay.
+    assert profile.cpu_weight_bytes_per_s == to_profile(handmade(), "cpu").cpu_weight_bytes_per_s
+
+
+def test_cuda_profile_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="no GPU was measured"):
+        to_profile(handmade(), "cuda")
+
+
+def test_gpu_measurements_run_where_there_is_none() -> None:
+    """On the CPU in the GPU's place: every line but those about pinned memory and streams."""
+    layout = ExpertLayout(64, 48, torch.bfloat16)
+    found = measure_gpu(torch.device("cpu"), layout, TINY)
+    for figure in (found.memory_read_bytes_per_s, found.matrix_flops_per_s, found.round_trip_s):
+        check_figure(figure)
+    rows = [product.num_rows for product in found.products]
+    assert rows == [*EXPERT_ROWS, *DENSE_ROWS]
+    assert {product.place for product in found.products} == {"cuda"}
+    assert [(copy.is_pinned, copy.num_bytes) for copy in found.copies] == [
+        (False, int(share * layout.slot_bytes)) for share in COPY_SHARES
+    ]
+    profile = to_profile(handmade(gpu=found), "cuda")
+    assert profile.copy_bytes_per_s > 0
+
+
+def test_a_gpu_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of luck\nmore lines")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(profiler, "_gpus", list)
+    monkeypatch.setattr(profiler, "measure_gpu", fail)
+    found = measure(tmp_path)
+    assert found.gpu is None
+    assert "the GPU was not measured: CUDA error: out of luck" in found.warnings
+
+
+def test_full_measurements_read_4_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FULL.min_working_set_bytes == 4 * 2**30 <= FULL.max_working_set_bytes
+    monkeypatch.setattr(profiler, "usable_memory_bytes", lambda **_: 16 * MIB)
+    warnings: list[str] = []
+    effort = replace(TINY, max_working_set_bytes=8 * MIB, min_working_set_bytes=8 * MIB)
+    arena = profiler._fill_arena(ExpertLayout(64, 48, torch.float32), effort, None, warnings)
+    assert arena.numel() <= 4 * MIB and "no more was free" in warnings[0]
 
 
 def test_unknown_device_is_refused() -> None:

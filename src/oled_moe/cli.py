@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +32,7 @@ from oled_moe.cli_flags import (
     parse_ids,
     takes_flags,
 )
+from oled_moe.cli_plan import doctor, plan
 from oled_moe.cli_reproduce import reproduce
 from oled_moe.cli_shared import (
     LogFlags,
@@ -53,26 +54,21 @@ from oled_moe.cli_shared import (
 from oled_moe.cli_simulate import simulate
 from oled_moe.cli_text import (
     checkpoint_rows,
-    checkup_rows,
     comparison_rows,
     count,
     device_name,
-    disk_rows,
     machine_rows,
-    memory_rows,
     plan_rows,
     stats_rows,
 )
 from oled_moe.cli_trace import summary_of, summary_rows, trace_app
 from oled_moe.config import (
-    DEVICES,
     DecodingParams,
     EngineConfig,
-    check_choice,
     check_int,
     format_size,
 )
-from oled_moe.errors import ConfigError, DoesNotFitError, InputError, OledMoeError
+from oled_moe.errors import ConfigError, InputError, OledMoeError
 
 if TYPE_CHECKING:
     from oled_moe.demo_screen import Answer, DemoRun, Question
@@ -274,68 +270,8 @@ def generate(
             note("statistics", stats_rows(opened, result))
 
 
-@app.command(cls=PanelCommand, short_help="Measure this machine; say whether MODEL fits.")
-@takes_flags
-def doctor(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help=MODEL_HELP, envvar="OLED_MOE_MODEL"),
-    ] = None,
-    device: Annotated[
-        str | None,
-        flag(
-            "--device",
-            metavar="NAME",
-            help=f"The device to measure for: {' or '.join(DEVICES)}; default: both.",
-        ),
-    ] = None,
-    is_quick: Annotated[
-        bool, flag("--quick/--full", help="Seconds instead of about a minute, less exact.")
-    ] = False,
-    directory: Annotated[
-        Path | None,
-        flag(
-            "--directory",
-            metavar="PATH",
-            help="Where to measure the disk; default: where the model is.",
-        ),
-    ] = None,
-    threads: Threads = None,
-    is_unsaved: Annotated[
-        bool, flag("--no-save", help="Do not store the profile that later runs decide by.")
-    ] = False,
-    as_json: Json = False,
-    log: LogFlags = LogFlags(),
-) -> int:
-    """Measure this machine, store what was found, and say whether MODEL fits.
-
-    The exit code is 4 where it does not fit.
-    """
-    use_log_flags(log)
-    if device is not None:
-        check_choice("device", device, DEVICES)
-    with status_line() as say:
-        say("loading torch")
-        from oled_moe.inspection import check_machine
-
-        checkup = check_machine(
-            model,
-            device,
-            is_quick=is_quick,
-            directory=directory,
-            threads=threads,
-            saves=not is_unsaved,
-            hub_cache=hub_cache(),
-            say=say,
-        )
-    if as_json:
-        print_json(checkup)
-    else:
-        _print_checkup(checkup)
-    is_fitting = checkup["fit"] is None or checkup["fit"]["is_fitting"]
-    return 0 if is_fitting else DoesNotFitError.exit_code
-
-
+app.command(cls=PanelCommand, short_help="Measure this machine; say whether MODEL fits.")(doctor)
+app.command(cls=PanelCommand, short_help="Say what MODEL would do on another machine.")(plan)
 app.command(cls=PanelCommand, short_help="Run policies side by side; table, page.")(bench)
 app.command(cls=PanelCommand, short_help="Replay a routing trace under any policy.")(simulate)
 app.command(cls=PanelCommand, short_help="Redo a figure of the paper.")(reproduce)
@@ -464,7 +400,7 @@ def _generation_dict(
         "policy": engine.policy.name,
         "hardware": engine.hardware.name,
         "hardware_source": engine.hardware_source,
-        "plan": plan_to_dict(engine.memory_plan),
+        "plan": plan_to_dict(engine.gpu_plan or engine.memory_plan),
         "params": asdict(decoding),
         "versions": versions(),
     }
@@ -565,31 +501,3 @@ def _print_outcome(run: "DemoRun") -> None:
     first = f"{run.offloaded[0].result.stats.max_resident_experts} experts"
     rows = comparison_rows(run.offloaded_stats, run.resident_stats, run.num_experts)
     print_table(("", first, "all experts"), rows)
-
-
-# doctor
-
-
-def _print_checkup(checkup: Mapping[str, Any]) -> None:
-    print_rows(checkup_rows(checkup))
-    reads = checkup["disk_reads"]
-    if reads:
-        print("\nCold reads of experts from disk, by reads in flight:")
-        methods = sorted({read["method"] for read in reads})
-        print_table(("in flight", *methods), disk_rows(reads))
-    if checkup["fit"] is not None:
-        print()
-        print(wrapped(f"{checkup['model']}: {checkup['fit']['verdict']}"))
-        plan = checkup["fit"]["plan"]
-        if plan is not None:
-            print_rows(memory_rows([(line["what"], line["bytes"]) for line in plan["lines"]]))
-    if checkup["warnings"]:
-        print()
-        for warning in checkup["warnings"]:
-            print(wrapped(f"Warning: {warning}"))
-    print()
-    for device, entry in checkup["devices"].items():
-        if entry["stored_at"] is None:
-            print(f"The profile for {device} was not stored.")
-        else:
-            print(f"The profile for {device} is stored in {entry['stored_at']}.")

@@ -42,6 +42,7 @@ _ALGORITHM_ALIASES = {"LowConfidence": "low_confidence", "JointThreshold": "join
 
 # Of each group at most one may be set.
 _EXCLUSIVE = (
+    ("model", "shape"),
     ("experts_per_layer", "expert_memory", "memory"),
     ("prompt", "prompt_file", "prompt_ids"),
 )

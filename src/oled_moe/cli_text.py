@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from oled_moe.inspection import CheckpointSummary
 
 Rows = list[tuple[str, str]]
+_COPIES = {"cpu": "disk to RAM", "cuda": "pinned RAM to GPU"}
 
 
 def seconds(value: float) -> str:
@@ -35,7 +36,6 @@ def device_name(device: str) -> str:
 
 def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
     """Everything that decides how an answer is made."""
-    import torch
 
     config, plan = engine.config, engine.memory_plan
     dtype = str(engine.dtype).removeprefix("torch.")
@@ -44,7 +44,9 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
         f"{plan.shape.num_experts_total} experts, {plan.shape.num_layers} MoE layers of "
         f"{plan.shape.num_experts}, top {plan.shape.top_k}"
     )
-    runs_on_cpu = config.device == "emulated" and config.cpu_experts
+    gpu = engine.gpu_plan
+    has_host_experts = config.device == "emulated" or (gpu is not None and gpu.num_pinned > 0)
+    runs_on_cpu = config.cpu_experts and has_host_experts and not plan.holds_all_experts
     loop = f"{decoding.algorithm}, block length {decoding.block_length}"
     loop += f", threshold {decoding.threshold:g}"
     if decoding.algorithm == "joint_threshold":
@@ -53,14 +55,16 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
     rows = [
         ("model", f"{model}, {dtype}"),
         ("device", device_name(config.device)),
-        ("threads", str(torch.get_num_threads())),
+        ("threads", str(engine.num_threads)),
         ("policy", engine.policy.name),
         ("experts", experts),
         ("CPU experts", "on" if runs_on_cpu else "off"),
         ("hardware", f"{engine.hardware.name} ({engine.hardware_source})"),
         ("decoding", loop),
     ]
-    return rows + memory_rows(plan.lines())
+    if gpu is None:
+        return rows + memory_rows(plan.lines())
+    return rows + memory_rows(gpu.gpu_lines()) + memory_rows(gpu.ram_lines())
 
 
 def memory_rows(lines: Sequence[tuple[str, int]]) -> Rows:
@@ -219,7 +223,7 @@ def checkup_rows(checkup: Mapping[str, Any]) -> Rows:
         ("expert measured", expert),
     ]
     for device, times in checkup["devices"].items():
-        source = "disk to RAM" if device == "cpu" else "RAM to RAM"
+        source = _COPIES.get(device, "RAM to RAM")
         rows.append((f"T_H2D, {device}", f"{seconds(times['t_h2d_s'])} per expert, {source}"))
         # On `cpu` no second place computes: every miss is read from disk.
         if device != "cpu":

@@ -7,14 +7,42 @@ profile serves models with other expert shapes.
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from oled_moe.config import DEVICES, check_choice, check_flag
+from oled_moe.config import DEVICES, DTYPES, check_choice, check_flag, check_int
 from oled_moe.errors import ConfigError, ModelNotFoundError
 
 PROFILE_VERSION = 1
+# Devices that have a profile of their own.
+PROFILE_DEVICES = DEVICES
+PLACES = ("cpu", "cuda")
+OPERATIONS = ("expert", "dense")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRate:
+    """How fast weights are worked through where each meets `num_rows` rows.
+
+    `place`: cpu or cuda. `operation`: expert (one of many in a call), or dense (one large matrix).
+    Units: bytes_per_s is weight bytes over the time of the whole product.
+    """
+
+    place: str
+    operation: str
+    dtype: str
+    num_rows: int
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_choice("hardware profile: weight_rates: place", self.place, PLACES)
+        check_choice("hardware profile: weight_rates: operation", self.operation, OPERATIONS)
+        check_choice("hardware profile: weight_rates: dtype", self.dtype, DTYPES)
+        check_int("hardware profile: weight_rates: num_rows", self.num_rows, minimum=1)
+        _check_number("weight_rates: bytes_per_s", self.bytes_per_s, is_positive=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +50,21 @@ class HardwareProfile:
     """What one machine was measured to do.
 
     `copy_*`: slow tier to a slot, on the device the profile is for (`cpu`: disk to RAM;
-    `emulated`: RAM to RAM, at this set rate; later `cuda`: pinned RAM to GPU). `cpu_*`: one expert
+    `emulated`: RAM to RAM, at this set rate; `cuda`: pinned RAM to GPU). `cpu_*`: one expert
     computed where it lies: reading its weights once, and each token on top of that.
     `mean_tokens_per_miss` is n̄ of policies.md 2.1; dispatch refreshes it online.
     `emulated_jitter_s`: upper end of the seeded random delay of each emulated operation.
     `disk_method` is the faster way of cold reads found by doctor: direct or buffered.
     The rest is for simulation. `device_*`: weights computed from a slot, read once and each token
     on top; None where the device is this CPU and takes what `cpu_*` say. `layer_overhead_s` and
-    `forward_overhead_s`: software around one MoE layer, and around one forward.
+    `forward_overhead_s`: software around one MoE layer, and around one forward; `load_overhead_s`:
+    around one copy on demand.
     `activation_round_trip_s`: activations to the CPU and results back, once for each layer that
     computes there. `has_cpu_experts`: whether there is a second place to compute.
+    For predictions, None or empty where unknown: `memory_read_bytes_per_s`, the best streaming read
+    of RAM; `matrix_flops_per_s`, the best large product on the CPU; `weight_rates`, times by rows
+    and dtype; `gpu_memory_bytes`, `ram_bytes`, what the machine has; `is_disturbed`, whether other
+    processes were busy while it was measured.
 
     Units: seconds, bytes, bytes per second. Raises: ConfigError for a value out of range.
     """
@@ -55,6 +88,13 @@ class HardwareProfile:
     forward_overhead_s: float = 0.0
     activation_round_trip_s: float = 0.0
     has_cpu_experts: bool = False
+    memory_read_bytes_per_s: float | None = None
+    matrix_flops_per_s: float | None = None
+    weight_rates: tuple[WeightRate, ...] = ()
+    gpu_memory_bytes: int | None = None
+    ram_bytes: int | None = None
+    load_overhead_s: float = 0.0
+    is_disturbed: bool = False
 
     def __post_init__(self) -> None:
         positive: tuple[str, ...] = (
@@ -71,15 +111,20 @@ class HardwareProfile:
             "layer_overhead_s",
             "forward_overhead_s",
             "activation_round_trip_s",
+            "load_overhead_s",
         )
-        device = ("device_weight_bytes_per_s", "device_token_weight_bytes_per_s")
-        positive += tuple(name for name in device if getattr(self, name) is not None)
+        optional = (
+            "device_weight_bytes_per_s",
+            "device_token_weight_bytes_per_s",
+            "memory_read_bytes_per_s",
+            "matrix_flops_per_s",
+        )
+        positive += tuple(name for name in optional if getattr(self, name) is not None)
         for name in (*positive, *not_negative):
-            value = getattr(self, name)
-            is_real = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_real or math.isnan(value) or value < 0 or (name in positive and value == 0):
-                limit = "above 0" if name in positive else "0 or more"
-                raise ConfigError(f"hardware profile: {name} is {value!r}; allowed: {limit}")
+            _check_number(name, getattr(self, name), is_positive=name in positive)
+        for name in ("gpu_memory_bytes", "ram_bytes"):
+            if getattr(self, name) is not None:
+                check_int(f"hardware profile: {name}", getattr(self, name), minimum=1)
         if self.disk_method not in ("direct", "buffered"):
             raise ConfigError(
                 f"hardware profile: disk_method is {self.disk_method!r}; allowed: direct, buffered"
@@ -88,6 +133,7 @@ class HardwareProfile:
         if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= 64:
             raise ConfigError(f"hardware profile: disk_queue_depth is {depth!r}; allowed: 1 to 64")
         check_flag("hardware profile: has_cpu_experts", self.has_cpu_experts)
+        check_flag("hardware profile: is_disturbed", self.is_disturbed)
 
     def to_json(self) -> str:
         """The profile as JSON text, with its format version."""
@@ -105,7 +151,30 @@ class HardwareProfile:
         required = [field.name for field in fields(cls) if field.default is MISSING]
         if missing := [name for name in required if name not in given]:
             raise ConfigError(f"hardware profile: {missing[0]!r} is missing")
+        if "weight_rates" in given:
+            given["weight_rates"] = _parse_rates(given["weight_rates"])
         return cls(**given)
+
+
+def _check_number(name: str, value: object, *, is_positive: bool) -> None:
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    # is_real narrows at run time only.
+    if not is_real or math.isnan(value) or value < 0 or (is_positive and value == 0):  # type: ignore[arg-type,operator]
+        limit = "above 0" if is_positive else "0 or more"
+        raise ConfigError(f"hardware profile: {name} is {value!r}; allowed: {limit}")
+
+
+def _parse_rates(values: Any) -> tuple[WeightRate, ...]:
+    names = {field.name for field in fields(WeightRate)}
+    if not isinstance(values, list | tuple):
+        raise ConfigError("hardware profile: weight_rates is not a list")
+    for value in values:
+        if not isinstance(value, dict) or set(value) != names:
+            raise ConfigError(
+                f"hardware profile: an entry of weight_rates is {str(value)[:80]}; allowed: "
+                f"objects with {', '.join(sorted(names))}"
+            )
+    return tuple(WeightRate(**value) for value in values)
 
 
 # A guess for a desktop with a SATA-class SSD and two memory channels, used until doctor has run.
@@ -131,13 +200,25 @@ DEFAULT_EMULATED_PROFILE = replace(
     has_cpu_experts=True,
 )
 
+# What the link of a GPU is taken to be until doctor has run.
+DEFAULT_CUDA_PROFILE = replace(DEFAULT_EMULATED_PROFILE, name="built-in guess, PCIe 4.0 x16")
+
+# By device.
+DEFAULT_PROFILES: Mapping[str, HardwareProfile] = MappingProxyType(
+    {
+        "cpu": DEFAULT_PROFILE,
+        "cuda": DEFAULT_CUDA_PROFILE,
+        "emulated": DEFAULT_EMULATED_PROFILE,
+    }
+)
+
 
 def default_profile_path(device: str, *, cache_directory: Path | None = None) -> Path:
     """Where doctor stores the profile of `device`; `cache_directory` None is ~/.cache/oled-moe.
 
     Raises: ConfigError for an unknown device.
     """
-    check_choice("device", device, DEVICES)
+    check_choice("device", device, PROFILE_DEVICES)
     folder = Path.home() / ".cache" / "oled-moe" if cache_directory is None else cache_directory
     return folder / f"hardware-{device}.json"
 

@@ -9,43 +9,55 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
 from oled_moe.checkpoint import Checkpoint, TensorRecord
-from oled_moe.config import DEVICES, EngineConfig, SamplingParams, format_size
-from oled_moe.costs import DEFAULT_PROFILE, CostModel, HardwareProfile
+from oled_moe.config import EngineConfig, SamplingParams
+from oled_moe.costs import DEFAULT_PROFILE, PROFILE_DEVICES, CostModel, HardwareProfile
+from oled_moe.cuda import check_cuda
+from oled_moe.devices import Progress
 from oled_moe.engine import (
-    DEFAULT_MODEL_LEN,
     DEMO_MODEL,
     Engine,
-    Progress,
-    WeightSizes,
     find_model,
-    plan_model,
     sampling_defaults_of,
 )
 from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
-from oled_moe.memory import MemoryPlan
+from oled_moe.hardware import load_hardware
+from oled_moe.kernels import KERNELS
 from oled_moe.models import Family, ModelConfig, find_family
+from oled_moe.outlook import (
+    OpenedModel,
+    open_sizes,
+    outlook,
+    plan_for,
+    this_machine,
+)
+from oled_moe.outlook import plan_to_dict as plan_to_dict
+from oled_moe.prediction import DEFAULT_PROMPT_TOKENS
 from oled_moe.profiler import (
+    QUICK,
+    Measurements,
     default_profile_path,
+    expert_products,
     measure_hardware,
     save_profile,
     to_profile,
-    usable_memory_bytes,
 )
-from oled_moe.store import ExpertPart
+from oled_moe.store import ExpertLayout, ExpertPart, SlotArena
 from oled_moe.tokenization import Tokenizer
-from oled_moe.types import LayerDemand, LayerPlan
+from oled_moe.types import ForwardOutcome, LayerDemand, LayerPlan
 
 # The experts of LLaDA2-mini, for machines that are measured without a model.
 DEFAULT_EXPERT_SHAPE = (2048, 512)
 DEFAULT_EXPERT_DTYPE = "bfloat16"
 _PACKAGES = ("torch", "numpy", "tokenizers", "jinja2", "psutil", "rich", "typer")
 _PROMPT = "What is 12 + 30?"
+_NUM_TIMED_EXPERTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,59 +212,6 @@ def _convention(parts: Parts, num_files: int) -> str:
     return "shards cut by expert: each expert lies whole in one file (LLaDA2.1)"
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Whether a model can run on this machine, in a sentence; `plan` is None where it cannot."""
-
-    is_fitting: bool
-    verdict: str
-    plan: MemoryPlan | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        plan = None if self.plan is None else plan_to_dict(self.plan)
-        return {"is_fitting": self.is_fitting, "verdict": self.verdict, "plan": plan}
-
-
-def plan_to_dict(plan: MemoryPlan) -> dict[str, Any]:
-    """A memory plan as plain JSON values."""
-    return {
-        "num_slots": plan.num_slots,
-        "num_staging": plan.num_staging,
-        "num_experts": plan.shape.num_experts_total,
-        "expert_bytes": plan.shape.expert_bytes,
-        "expert_memory_bytes": plan.expert_memory_bytes,
-        "total_bytes": plan.total_bytes,
-        "lines": [{"what": what, "bytes": size} for what, size in plan.lines()],
-    }
-
-
-def check_fit(
-    model: str | Path, config: EngineConfig, *, usable_bytes: int, hub_cache: Path | None = None
-) -> Fit:
-    """The verdict on a model before anything of it is loaded. Raises: as `Engine`."""
-    checkpoint = Checkpoint.open(find_model(model, hub_cache=hub_cache))
-    family = find_family(checkpoint.config)
-    model_config = family.config(checkpoint.config)
-    sizes = WeightSizes.of(checkpoint, family, model_config, config)
-    max_model_len = config.max_model_len or min(model_config.max_positions, DEFAULT_MODEL_LEN)
-    try:
-        plan = plan_model(config, model_config, sizes, max_model_len, DEFAULT_PROFILE)
-    except DoesNotFitError as error:
-        return Fit(False, f"It does not fit: {error}.", None)
-    needs = f"The plan takes {format_size(plan.total_bytes)}; {format_size(usable_bytes)} are free."
-    if plan.holds_all_experts:
-        total = plan.shape.num_experts_total
-        return Fit(True, f"It fits: all {total} experts stay in memory. {needs}", plan)
-    per_layer = plan.num_slots / plan.shape.num_layers
-    return Fit(
-        True,
-        f"It runs with its experts offloaded: {per_layer:.3g} of {plan.shape.num_experts} experts "
-        f"per layer stay in memory, the rest is fetched when wanted. {needs}",
-        plan,
-    )
-
-
 class _MissCounter:
     """Tokens of missed experts in denoising forwards; of all demanded ones where none is missed."""
 
@@ -287,6 +246,89 @@ def measure_tokens_per_miss(
         return counter.mean()
 
 
+class _ForwardTimer:
+    """When forwards ended, and how many experts they demanded and copied; for one engine."""
+
+    def __init__(self) -> None:
+        self._moments: list[float] = []
+        self._num_experts = self._num_loads = 0
+
+    def on_demand(self, demand: LayerDemand, plan: LayerPlan) -> None:
+        self._num_experts += len(demand.expert_ids)
+        self._num_loads += len(plan.load_ids) + len(plan.staged_ids)
+
+    def on_outcome(self, outcome: ForwardOutcome) -> None:
+        del outcome
+        self._moments.append(perf_counter())
+
+    def forward_s(self, *, is_disturbed: bool) -> float:
+        """The median forward; where others were busy, one that few were faster than."""
+        return float(np.quantile(np.diff(self._moments), 0.1 if is_disturbed else 0.5))
+
+    @property
+    def num_experts(self) -> float:
+        """Demanded by a mean forward."""
+        return self._num_experts / len(self._moments)
+
+    @property
+    def num_loads(self) -> float:
+        """Copied on demand for a mean forward."""
+        return self._num_loads / len(self._moments)
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What the program itself takes, beside weights and bytes. Units: seconds.
+
+    `layer_s`: one layer, the loop around a forward counted as one more; `load_s`: one copy on
+    demand of an expert of no size.
+    """
+
+    layer_s: float
+    load_s: float
+
+
+def measure_software(device: str, *, is_disturbed: bool = False) -> Software:
+    """Time the bundled model, whose weights are a few MB: its forwards are nearly all software.
+
+    Its experts, measured apart, are taken off; copies are what a quarter of the experts in memory
+    takes more than all.
+    """
+    resident, layout, num_layers = _time_demo(device, "100%")
+    few, _, _ = _time_demo(device, "25%")
+    arena = SlotArena.empty(layout, 2 * _NUM_TIMED_EXPERTS)
+    arena.memory.zero_()
+    products, _ = expert_products("cpu", KERNELS["cpu"](1), arena, QUICK)
+    time = next(product.seconds for product in products if product.num_rows == 2)
+    expert_s = time.minimum if is_disturbed else time.median
+    # To a GPU such experts are nothing beside starting their kernel.
+    if device == "cuda":
+        expert_s = 0.0
+    forward_s = resident.forward_s(is_disturbed=is_disturbed)
+    layer_s = (forward_s - resident.num_experts * expert_s) / (num_layers + 1)
+    loads_s = few.forward_s(is_disturbed=is_disturbed) - forward_s
+    return Software(
+        # Where experts seem to explain nearly all, something else was measured.
+        max(layer_s, forward_s / (num_layers + 1) / 10),
+        max(0.0, loads_s / max(1.0, few.num_loads)),
+    )
+
+
+def _time_demo(device: str, expert_memory: str) -> tuple[_ForwardTimer, ExpertLayout, int]:
+    """An answer at one token a step, many forwards of one kind; the layout; the layers."""
+    timer = _ForwardTimer()
+    params = SamplingParams(max_tokens=32, threshold=1.0)
+    config = EngineConfig(device=device, expert_memory=expert_memory, cpu_experts=False)
+    with Engine(DEMO_MODEL, config) as engine:
+        engine.generate(_PROMPT, params)
+        engine.experts.observers.append(timer.on_demand)
+        engine.outcome_observers.append(timer.on_outcome)
+        engine.generate(_PROMPT, params)
+        model = engine.model_config
+        layout = ExpertLayout(model.hidden_size, model.moe_intermediate_size, engine.dtype)
+        return timer, layout, model.num_layers
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertTimes:
     """What dispatch weighs for one expert on one device.
@@ -312,8 +354,22 @@ def expert_times(profile: HardwareProfile, expert_bytes: int) -> ExpertTimes:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What `doctor` is asked of a model besides measuring: how it is to run.
+
+    `hardware`: the profile to predict by, by name or path; None for what is being measured.
+    """
+
+    model: str
+    config: EngineConfig
+    device: str
+    prompt_tokens: int = DEFAULT_PROMPT_TOKENS
+    hardware: str | Path | None = None
+
+
 def check_machine(
-    model: str | None,
+    question: Question | None,
     device: str | None,
     *,
     is_quick: bool,
@@ -323,21 +379,26 @@ def check_machine(
     hub_cache: Path | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure, store the profiles of `device` or of all, and judge `model`: plain JSON values.
+    """Measure, store the profiles of `device` or of all, and judge a model: plain JSON values.
 
     Without a model, experts of LLaDA2-mini are measured. n̄ comes from a run of the model where it
     fits and there is time, else of the bundled one. `say` is told what is going on.
-    Raises: as `describe_checkpoint` and `measure_hardware`.
+    Raises: as `open_sizes`, `this_machine` and `measure_hardware`.
     """
     (hidden_size, intermediate_size), dtype = DEFAULT_EXPERT_SHAPE, DEFAULT_EXPERT_DTYPE
-    fit = None
-    if model is not None:
-        summary = describe_checkpoint(model, hub_cache=hub_cache)
-        hidden_size, intermediate_size = summary.hidden_size, summary.moe_intermediate_size
-        dtype = summary.expert_dtype
-        config = EngineConfig(device=device or "cpu", threads=threads)
-        fit = check_fit(model, config, usable_bytes=usable_memory_bytes(), hub_cache=hub_cache)
-        directory = directory or summary.path
+    model, machine, given = None, None, None
+    if device == "cuda":
+        check_cuda()
+    if question is not None:
+        say("reading headers")
+        model = open_sizes(question.model, question.config, hub_cache=hub_cache)
+        machine = this_machine(question.device)
+        if question.hardware is not None:
+            given = load_hardware(question.hardware)
+        hidden_size = model.config.hidden_size
+        intermediate_size = model.config.moe_intermediate_size
+        dtype = model.sizes.dtype
+        directory = directory or model.path
     measured = measure_hardware(
         device=device or "cpu",
         directory=directory or _default_directory(hub_cache),
@@ -347,41 +408,113 @@ def check_machine(
         is_quick=is_quick,
         report=lambda step: say(f"measuring {step}"),
     )
-    runs_model = model is not None and fit is not None and fit.is_fitting and not is_quick
-    say("measuring tokens per missed expert")
-    mean, source, notes = _tokens_per_miss(model if runs_model else None, hub_cache)
-    devices = {}
-    for name in DEVICES if device is None else (device,):
-        profile = to_profile(measured, name, mean_tokens_per_miss=mean)
-        path = default_profile_path(name)
-        is_stored = False
-        if saves:
-            # What was measured is shown all the same.
-            try:
-                save_profile(profile, path)
-                is_stored = True
-            except OledMoeError as error:
-                notes.append(f"the profile was not stored: {error}")
-        devices[name] = {
+    profiles, source, notes = _profiles(
+        question, model, measured, device, is_quick=is_quick, hub_cache=hub_cache, say=say
+    )
+    devices = {
+        name: {
             **asdict(expert_times(profile, measured.expert_bytes)),
             "profile": json.loads(profile.to_json()),
-            "stored_at": str(path) if is_stored else None,
+            "stored_at": _store(profile, name, notes) if saves else None,
         }
+        for name, profile in profiles.items()
+    }
+    view = None
+    if question is not None and model is not None and machine is not None:
+        say("predicting")
+        profile = given or profiles.get(question.device) or next(iter(profiles.values()))
+        view = outlook(
+            model,
+            question.config,
+            machine,
+            profile,
+            hardware_source="measured now" if given is None else str(question.hardware),
+            prompt_tokens=question.prompt_tokens,
+        )
+        notes += view.model.notes
     first = next(iter(devices.values()))
     return {
-        "model": model,
+        "model": None if question is None else question.model,
         "t_h2d_s": first["t_h2d_s"],
         "tau_s": first["tau_s"],
-        "mean_tokens_per_miss": mean,
+        "mean_tokens_per_miss": first["profile"]["mean_tokens_per_miss"],
         "mean_tokens_per_miss_source": source,
         "profile": first["profile"],
         "devices": devices,
         "disk_reads": [asdict(read) for read in measured.disk_reads],
-        "fit": None if fit is None else fit.to_dict(),
+        "fit": None if view is None else view.fit.to_dict(),
+        "outlook": None if view is None else view.to_dict(),
         "warnings": [*measured.warnings, *notes],
         "measurements": measured.to_dict(),
         "versions": package_versions(),
     }
+
+
+def _profiles(
+    question: Question | None,
+    model: OpenedModel | None,
+    measured: Measurements,
+    device: str | None,
+    *,
+    is_quick: bool,
+    hub_cache: Path | None,
+    say: Callable[[str], None],
+) -> tuple[dict[str, HardwareProfile], str, list[str]]:
+    """A profile for each device asked for; where n̄ comes from; warnings."""
+    runs_model = False
+    if question is not None and model is not None and model.has_weights and not is_quick:
+        guess = to_profile(measured, "cpu")
+        machine = this_machine("cpu")
+        try:
+            plan_for(model, EngineConfig(expert_memory="25%"), machine, guess)
+            runs_model = True
+        except DoesNotFitError:
+            runs_model = False
+    say("measuring tokens per missed expert")
+    name = question.model if question is not None and runs_model else None
+    mean, source, notes = _tokens_per_miss(name, hub_cache)
+    say("measuring software around layers")
+    profiles: dict[str, HardwareProfile] = {}
+    software = Software(0.0, 0.0)
+    for each in _measured_devices(measured) if device is None else (device,):
+        # Quickly, one device stands for all.
+        if not profiles or not is_quick:
+            software = _software(each, measured.is_disturbed, notes)
+        profiles[each] = to_profile(
+            measured,
+            each,
+            mean_tokens_per_miss=mean,
+            layer_overhead_s=software.layer_s,
+            forward_overhead_s=software.layer_s,
+            load_overhead_s=software.load_s,
+        )
+    return profiles, source, notes
+
+
+def _measured_devices(measured: Measurements) -> tuple[str, ...]:
+    """All that this machine has; a GPU where it could be measured."""
+    names = (name for name in PROFILE_DEVICES if name != "cuda")
+    return (*names, "cuda") if measured.gpu is not None else tuple(names)
+
+
+def _software(device: str, is_disturbed: bool, notes: list[str]) -> Software:
+    """Zeros and a note where it cannot be measured."""
+    try:
+        return measure_software(device, is_disturbed=is_disturbed)
+    except OledMoeError as error:
+        notes.append(f"software around layers not measured for {device}: {error}")
+        return Software(0.0, 0.0)
+
+
+def _store(profile: HardwareProfile, device: str, notes: list[str]) -> str | None:
+    """Where it was stored; None and a note where it was not: what was measured is shown anyway."""
+    path = default_profile_path(device)
+    try:
+        save_profile(profile, path)
+        return str(path)
+    except OledMoeError as error:
+        notes.append(f"the profile was not stored: {error}")
+        return None
 
 
 def _default_directory(hub_cache: Path | None) -> Path:

@@ -4,9 +4,9 @@ Non-expert weights, keys and values, activations and buffers come first; slots f
 what was granted for them, or what is left.
 """
 
-from dataclasses import dataclass
-
-import psutil
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from oled_moe.config import EngineConfig, format_size, parse_size
 from oled_moe.errors import DoesNotFitError
@@ -14,7 +14,11 @@ from oled_moe.sizing import slots_of_budget, slots_of_layers, staging_beside
 from oled_moe.types import MoeShape
 
 # Of free memory, what an engine takes when it was given no budget.
-_SHARE_OF_FREE = 0.8
+SHARE_OF_FREE = 0.8
+# Of a GPU's memory: CUDA's own context, kernels' workspaces, and what allocation loses.
+GPU_RESERVE_BYTES = 2**30
+# Of RAM: the system and whatever else runs.
+SYSTEM_RESERVE_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,34 +89,138 @@ class MemoryPlan:
 
 def process_memory_bytes() -> int:
     """What this process holds in RAM now (resident set). Units: bytes."""
+    try:
+        import psutil
+    except ImportError:
+        # benchmarks/gpu_check.py runs with little more than torch; psutil reads the same there.
+        pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
     return int(psutil.Process().memory_info().rss)
 
 
-def plan_memory(
-    config: EngineConfig, shape: MoeShape, model: ModelMemory, *, usable_bytes: int
-) -> MemoryPlan:
-    """Divide memory as `config` asks, or take what is free.
+@dataclass(frozen=True, slots=True)
+class GpuMemoryPlan:
+    """How the memory of a GPU and the RAM behind it are divided.
 
-    `usable_bytes` is what this process may still take. Units: bytes.
+    `gpu` is the plan on the GPU, its reserve counted as what was there before. `num_pinned` experts
+    lie in pinned RAM, the others on disk. `host_process_bytes` and `bounce_bytes`: the program, and
+    pinned buffers for experts from disk. Units: bytes.
+    """
+
+    gpu: MemoryPlan
+    num_pinned: int
+    host_process_bytes: int
+    bounce_bytes: int
+
+    @property
+    def shape(self) -> MoeShape:
+        return self.gpu.shape
+
+    @property
+    def num_on_disk(self) -> int:
+        return self.shape.num_experts_total - self.num_pinned
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.num_pinned * self.shape.expert_bytes
+
+    @property
+    def ram_bytes(self) -> int:
+        return self.host_process_bytes + self.bounce_bytes + self.pinned_bytes
+
+    def gpu_lines(self) -> list[tuple[str, int]]:
+        """(what, bytes) on the GPU; the last is the total."""
+        lines = self.gpu.lines()
+        return [("reserve for CUDA itself", self.gpu.model.process_bytes), *lines[1:]]
+
+    def ram_lines(self) -> list[tuple[str, int]]:
+        """(what, bytes) in RAM; the last is the total."""
+        total = self.shape.num_experts_total
+        entries = [
+            ("process before loading", self.host_process_bytes),
+            ("pinned buffers for experts from disk", self.bounce_bytes),
+            (f"experts in pinned RAM: {self.num_pinned} of {total}", self.pinned_bytes),
+        ]
+        return [*(entry for entry in entries if entry[1]), ("total", self.ram_bytes)]
+
+
+def plan_gpu_memory(
+    config: EngineConfig,
+    shape: MoeShape,
+    model: ModelMemory,
+    *,
+    gpu_bytes: int,
+    ram_bytes: int,
+) -> GpuMemoryPlan:
+    """Divide a GPU's memory as `config` asks, or take all but the reserve.
+
+    Dense weights, K/V, activations and slots share the GPU; all experts go to RAM, as far as the
+    `ram_bytes` that the process may take hold them, and stay on disk otherwise. `memory` in
+    `config` is memory of the GPU. Units: bytes.
+    Raises: as `plan_memory`.
+    """
+    usable_bytes = gpu_bytes - GPU_RESERVE_BYTES
+    if usable_bytes <= 0:
+        raise DoesNotFitError(
+            f"the GPU has {format_size(gpu_bytes)} and CUDA itself is given "
+            f"{format_size(GPU_RESERVE_BYTES)} of it; raise gpu-memory"
+        )
+    on_gpu = replace(model, process_bytes=GPU_RESERVE_BYTES, buffer_bytes=0, host_expert_bytes=0)
+    gpu = plan_memory(
+        config, shape, on_gpu, usable_bytes=usable_bytes, share_of_free=1.0, place="of the GPU "
+    )
+    process_bytes, total = model.process_bytes, shape.num_experts_total
+    num_pinned = min(total, max(0, ram_bytes - process_bytes) // shape.expert_bytes)
+    bounce_bytes = 0
+    if num_pinned < total:
+        bounce_bytes = model.buffer_bytes
+        left = max(0, ram_bytes - process_bytes - bounce_bytes)
+        num_pinned = min(total, left // shape.expert_bytes)
+    if process_bytes + bounce_bytes > ram_bytes and not config.force:
+        raise DoesNotFitError(
+            f"the program and its buffers take {format_size(process_bytes + bounce_bytes)} of RAM "
+            f"and {format_size(ram_bytes)} are free; raise ram"
+        )
+    return GpuMemoryPlan(gpu, num_pinned, process_bytes, bounce_bytes)
+
+
+def plan_memory(
+    config: EngineConfig,
+    shape: MoeShape,
+    model: ModelMemory,
+    *,
+    usable_bytes: int,
+    share_of_free: float = SHARE_OF_FREE,
+    place: str = "",
+) -> MemoryPlan:
+    """Divide memory as `config` asks, or take `share_of_free` of what is free.
+
+    `usable_bytes` is what this process may still take; `place` is named in errors.
+    Units: bytes.
     Raises: ConfigError for a budget that makes no sense; DoesNotFitError with the number to change.
     """
     if config.experts_per_layer is not None:
         num_slots = slots_of_layers(config.experts_per_layer, shape)
         plan = MemoryPlan(model, shape, num_slots, staging_beside(num_slots, shape))
     else:
-        budget = _expert_budget(config, shape, model, usable_bytes)
+        budget = _expert_budget(config, shape, model, usable_bytes, share_of_free)
         plan = MemoryPlan(model, shape, *slots_of_budget(budget, shape))
     extra_bytes = plan.total_bytes - model.process_bytes
     if extra_bytes > usable_bytes and not config.force:
         raise DoesNotFitError(
-            f"the plan needs {format_size(extra_bytes)} more memory and {format_size(usable_bytes)}"
-            f" are free: {_remedy(config, plan, usable_bytes)}, or pass force to try all the same"
+            f"the plan needs {format_size(extra_bytes)} more memory {place}and "
+            f"{format_size(usable_bytes)} are free: {_remedy(config, plan, usable_bytes)}, "
+            "or pass force to try all the same"
         )
     return plan
 
 
 def _expert_budget(
-    config: EngineConfig, shape: MoeShape, model: ModelMemory, usable_bytes: int
+    config: EngineConfig,
+    shape: MoeShape,
+    model: ModelMemory,
+    usable_bytes: int,
+    share_of_free: float,
 ) -> int:
     """Bytes for slots and staging together."""
     all_bytes = shape.num_experts_total * shape.expert_bytes
@@ -136,7 +244,7 @@ def _expert_budget(
             )
         return budget
     others = model.total_bytes - model.process_bytes
-    return max(shape.expert_bytes, int(_SHARE_OF_FREE * usable_bytes) - others)
+    return max(shape.expert_bytes, int(share_of_free * usable_bytes) - others)
 
 
 def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int) -> str:

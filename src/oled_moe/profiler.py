@@ -21,31 +21,45 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
-from oled_moe.config import DEVICES, DTYPES, check_choice, check_int, format_size
-from oled_moe.costs import DEFAULT_PROFILE, HardwareProfile
+from oled_moe.config import DTYPES, check_choice, check_int, format_size
+from oled_moe.costs import DEFAULT_PROFILE, PROFILE_DEVICES, HardwareProfile, WeightRate
 from oled_moe.costs import default_profile_path as default_profile_path
-from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
+from oled_moe.devices import best_gpu_kernel
+from oled_moe.errors import CheckpointError, ConfigError, DoesNotFitError, OledMoeError
 from oled_moe.kernels import KERNELS, ExpertKernel
+from oled_moe.kernels.linear import linear
+from oled_moe.kernels.native import native_kernels
 from oled_moe.store import (
     READ_METHODS,
     DiskExpertStore,
     ExpertLayout,
     FileSpan,
     PlacedSpan,
+    SlotArena,
     aligned_empty,
     drop_cached,
 )
+from oled_moe.types import IntArray
 
 EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64)
+DENSE_ROWS = (1, 8, 16, 32, 64)
+MEASURED_DTYPES = (torch.bfloat16, torch.float32)
+# Copies are timed at these multiples of an expert.
+COPY_SHARES = (0.25, 1.0, 4.0)
 FITTED_ROWS = 16
+# Below this size of an expert the engine computes with one thread: waking others costs more.
+SMALL_EXPERT_BYTES = 2**18
+# Experts of one call: enough that what a call costs besides them does not show.
+_GROUP_SIZE = 8
+_DENSE_WIDTH = 4096
 QUEUE_DEPTHS = (1, 2, 4, 8)
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
@@ -71,8 +85,9 @@ _BUSY_TOLERANCE = 0.25
 class Effort:
     """How much work a measurement is worth.
 
-    `step_budget_s` ends the repetitions of one step early on a slow machine (each is done at least
-    once), `write_budget_s` the writing of the scratch file.
+    `min_working_set_bytes` is read in one go where memory allows. `step_budget_s` ends the
+    repetitions of one step early on a slow machine (each is done at least once), `write_budget_s`
+    the writing of the scratch file.
     """
 
     max_working_set_bytes: int
@@ -82,10 +97,11 @@ class Effort:
     num_expert_calls: int
     step_budget_s: float
     write_budget_s: float
+    min_working_set_bytes: int = 0
 
 
 QUICK = Effort(1 * _GIB, 1024, 128 * _MIB, 3, 24, 0.25, 1.5)
-FULL = Effort(2 * _GIB, 4096, 1 * _GIB, 9, 200, 2.0, 10.0)
+FULL = Effort(5 * _GIB, 4096, 1 * _GIB, 9, 200, 2.0, 10.0, 4 * _GIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +127,46 @@ class ExpertTime:
 
 
 @dataclass(frozen=True, slots=True)
+class ProductTime:
+    """Seconds of `weight_bytes` of weights on `num_rows` rows: one expert of several in a call, or
+    one large matrix; the weights not in any cache. The fields are those of `WeightRate`."""
+
+    place: str
+    operation: str
+    dtype: str
+    num_rows: int
+    weight_bytes: int
+    seconds: Figure
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTime:
+    """Seconds of one copy from `source` to `target`, each ram or gpu. Units: bytes."""
+
+    source: str
+    target: str
+    is_pinned: bool
+    num_bytes: int
+    seconds: Figure
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMeasurements:
+    """What a GPU was found to do. `round_trip_s`: one token's activations there and back.
+
+    Units: seconds, bytes, bytes per second, floating-point operations per second.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_read_bytes_per_s: Figure
+    matrix_flops_per_s: Figure
+    round_trip_s: Figure
+    products: tuple[ProductTime, ...]
+    copies: tuple[CopyTime, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DiskRead:
     """Cold reads of single experts with `queue_depth` of them in flight.
 
@@ -129,7 +185,9 @@ class Measurements:
     """What `measure_hardware` found.
 
     `expert_bytes` is one slot. Memory bandwidths are the best over thread counts; a copied byte
-    counts once. `expert_copy_s` is one expert from RAM to RAM by one thread. `disk_reads` is empty
+    counts once. `expert_times` are those of `dtype`, `products` all, dense ones too. `copies` go by
+    one thread, `expert_copy_s` is one expert's from RAM to RAM. `gpu` is None without one.
+    `disk_reads` is empty
     where the disk could not be measured. `is_disturbed`: other processes were busy. `machine` is
     what `machine_facts` says.
 
@@ -157,6 +215,9 @@ class Measurements:
     is_disturbed: bool
     machine: dict[str, Any]
     warnings: tuple[str, ...]
+    products: tuple[ProductTime, ...] = ()
+    copies: tuple[CopyTime, ...] = ()
+    gpu: GpuMeasurements | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `json.dumps` takes."""
@@ -183,7 +244,9 @@ def measure_hardware(
     Raises: ConfigError for a parameter that is not allowed, DoesNotFitError where memory cannot
     hold a few experts.
     """
-    check_choice("device", device, DEVICES)
+    check_choice("device", device, PROFILE_DEVICES)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda' and torch sees no GPU here; allowed: cpu, emulated")
     hidden_size, intermediate_size = expert_shape
     check_int("expert_shape[0] (hidden size)", hidden_size, minimum=1)
     check_int("expert_shape[1] (intermediate size)", intermediate_size, minimum=1)
@@ -205,15 +268,21 @@ def measure_hardware(
         read_rate, read_threads = _best_over_threads(_read_rates, arena, num_threads, effort)
         say("matrix products")
         matrix_rate, matrix_size = _matrix_rate(dtype, effort)
-        say("experts on the CPU")
-        expert_times = _expert_times(layout, arena, effort, warnings)
+        is_small = threads is None and layout.weight_bytes < SMALL_EXPERT_BYTES
+        with _torch_threads(1 if is_small else num_threads):
+            say("experts on the CPU")
+            products = _expert_products(layout, arena, effort, warnings)
+            say("dense products")
+            products += _dense_products(layout, arena, effort)
         say("copies of experts")
-        expert_copy_s = _expert_copy_s(arena, effort, warnings)
+        copies = _copies(layout, arena, effort, warnings)
         is_disturbed = _warn_if_crowded(load.busy_cores(), num_threads, warnings)
         working_set_bytes = arena.numel()
         del arena
         say("cold reads from disk")
         scratch_bytes, disk_reads = _measure_disk(directory, layout, effort, warnings)
+        gpu = _measure_gpu(layout, effort, say, warnings)
+    experts = [p for p in products if (p.operation, p.dtype) == ("expert", dtype_name)]
     return Measurements(
         device=device,
         hidden_size=hidden_size,
@@ -229,13 +298,16 @@ def measure_hardware(
         memory_read_threads=read_threads,
         matrix_flops_per_s=matrix_rate,
         matrix_size=matrix_size,
-        expert_times=expert_times,
-        expert_copy_s=expert_copy_s,
+        expert_times=tuple(ExpertTime(time.num_rows, time.seconds) for time in experts),
+        expert_copy_s=next(c.seconds for c in copies if c.num_bytes == layout.slot_bytes),
         scratch_bytes=scratch_bytes,
         disk_reads=disk_reads,
         is_disturbed=is_disturbed,
         machine=facts,
         warnings=tuple(warnings),
+        products=products,
+        copies=copies,
+        gpu=gpu,
     )
 
 
@@ -247,37 +319,49 @@ def to_profile(
     device: str,
     *,
     mean_tokens_per_miss: float = DEFAULT_PROFILE.mean_tokens_per_miss,
+    layer_overhead_s: float = 0.0,
+    forward_overhead_s: float = 0.0,
+    load_overhead_s: float = 0.0,
 ) -> HardwareProfile:
     """The profile of `device`: what was measured, and built-in guesses, named in `note`, elsewhere.
 
     On `cpu` copies are cold disk reads by the best method and depth; without a disk figure that
     rate is a guess, and the profile does not call itself measured. On `emulated` copies are RAM to
-    RAM. The time of an expert is fitted as α + β·n over up to 16 rows (policies.md 1.3): through
-    the medians, or through the fastest times where other processes were busy, since waiting for a
-    core is then most of the median.
+    RAM, on `cuda` pinned RAM to GPU. Software around layers is measured elsewhere. The time of an
+    expert is fitted as α + β·n over up to 16 rows (policies.md 1.3): through the medians, or
+    through the fastest times where other processes were busy, since waiting for a core is then
+    most of the median.
 
-    Raises: ConfigError for an unknown device.
+    Raises: ConfigError for an unknown device, or `cuda` where no GPU was measured.
     """
-    check_choice("device", device, DEVICES)
-    size = measurements.expert_bytes
-    times = [time for time in measurements.expert_times if time.num_rows <= FITTED_ROWS]
-    base_s, row_s = fit_affine(
-        [float(time.num_rows) for time in times],
-        [
-            time.seconds.minimum if measurements.is_disturbed else time.seconds.median
-            for time in times
-        ],
+    check_choice("device", device, PROFILE_DEVICES)
+    size, is_disturbed = measurements.expert_bytes, measurements.is_disturbed
+    base_s, row_s = _fit_rows(
+        [(time.num_rows, time.seconds) for time in measurements.expert_times], is_disturbed
     )
-    cores = measurements.machine["usable_cores"]
+    gpu, machine = measurements.gpu, measurements.machine
+    products = (*measurements.products, *(gpu.products if gpu else ()))
+    cores = machine["usable_cores"]
     profile = replace(
         _disk_profile(measurements),
         name=f"this-machine ({cores} core{'' if cores == 1 else 's'})",
         cpu_weight_bytes_per_s=size / base_s,
         cpu_token_weight_bytes_per_s=size / row_s,
         mean_tokens_per_miss=mean_tokens_per_miss,
+        layer_overhead_s=layer_overhead_s,
+        forward_overhead_s=forward_overhead_s,
+        load_overhead_s=load_overhead_s,
+        is_disturbed=is_disturbed,
+        memory_read_bytes_per_s=_rate(measurements.memory_read_bytes_per_s, is_disturbed),
+        matrix_flops_per_s=_rate(measurements.matrix_flops_per_s, is_disturbed),
+        weight_rates=tuple(_weight_rate(product, is_disturbed) for product in products),
+        ram_bytes=machine.get("memory_limit_bytes") or machine.get("memory_total_bytes"),
+        gpu_memory_bytes=(gpu.memory_bytes or None) if gpu else None,
     )
     if device == "cpu":
         return profile
+    if device == "cuda":
+        return _gpu_profile(profile, measurements)
     return replace(
         profile,
         name=f"{profile.name}, emulated device",
@@ -285,6 +369,57 @@ def to_profile(
         copy_latency_s=0.0,
         is_measured=True,
     )
+
+
+def _gpu_profile(profile: HardwareProfile, measurements: Measurements) -> HardwareProfile:
+    """The profile with copies and weights as on the GPU that was measured."""
+    gpu = measurements.gpu
+    if gpu is None:
+        raise ConfigError("device is 'cuda' and no GPU was measured; allowed here: cpu, emulated")
+    pinned = [c for c in gpu.copies if c.is_pinned and c.target == "gpu"]
+    copies = pinned or [c for c in gpu.copies if c.target == "gpu"]
+    size = measurements.expert_bytes
+    latency_s, expert_s = fit_affine(
+        [copy.num_bytes / size for copy in copies], [copy.seconds.median for copy in copies]
+    )
+    experts = [
+        (time.num_rows, time.seconds)
+        for time in gpu.products
+        if (time.operation, time.dtype) == ("expert", measurements.dtype)
+    ]
+    base_s, row_s = _fit_rows(experts, False)
+    return replace(
+        profile,
+        name=f"{profile.name}, {gpu.name}",
+        copy_bytes_per_s=size / expert_s,
+        copy_latency_s=latency_s,
+        device_weight_bytes_per_s=size / base_s,
+        device_token_weight_bytes_per_s=size / row_s,
+        activation_round_trip_s=gpu.round_trip_s.median,
+        has_cpu_experts=True,
+        is_measured=True,
+    )
+
+
+def _fit_rows(times: Sequence[tuple[int, Figure]], is_disturbed: bool) -> tuple[float, float]:
+    """α and β of an expert's time over up to FITTED_ROWS rows."""
+    fitted = [(rows, figure) for rows, figure in times if rows <= FITTED_ROWS]
+    return fit_affine(
+        [float(rows) for rows, _ in fitted], [_time(figure, is_disturbed) for _, figure in fitted]
+    )
+
+
+def _time(figure: Figure, is_disturbed: bool) -> float:
+    return figure.minimum if is_disturbed else figure.median
+
+
+def _rate(figure: Figure, is_disturbed: bool) -> float:
+    return figure.maximum if is_disturbed else figure.median
+
+
+def _weight_rate(product: ProductTime, is_disturbed: bool) -> WeightRate:
+    rate = product.weight_bytes / _time(product.seconds, is_disturbed)
+    return WeightRate(product.place, product.operation, product.dtype, product.num_rows, rate)
 
 
 def fit_affine(num_rows: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -385,7 +520,7 @@ def _fill_arena(
     All hold the same values: which of them is copied over which does not matter.
     """
     cache_bytes = cache_bytes or 0
-    wanted = max(_MIN_WORKING_SET_BYTES, cache_bytes * 3 // 2)
+    wanted = max(_MIN_WORKING_SET_BYTES, effort.min_working_set_bytes, cache_bytes * 3 // 2)
     usable = usable_memory_bytes()
     if 4 * layout.slot_bytes > usable:
         raise DoesNotFitError(
@@ -395,11 +530,12 @@ def _fill_arena(
     allowed = min(wanted, effort.max_working_set_bytes, usable // 4)
     num_slots = max(2, allowed // layout.slot_bytes)
     arena = aligned_empty(num_slots * layout.slot_bytes).view(num_slots, layout.slot_bytes)
-    generator = torch.Generator().manual_seed(0)
-    slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
-    for matrix in layout.views(slot):
-        matrix.normal_(std=0.02, generator=generator)
-    arena.copy_(slot.expand_as(arena))
+    _fill_slots(layout, arena)
+    if arena.numel() < effort.min_working_set_bytes - layout.slot_bytes:
+        warnings.append(
+            f"memory was read over {format_size(arena.numel())} instead of "
+            f"{format_size(effort.min_working_set_bytes)}: no more was free"
+        )
     if arena.numel() <= cache_bytes:
         warnings.append(
             f"the timed weights ({format_size(arena.numel())}) fit into the last-level cache "
@@ -431,8 +567,14 @@ def _copy_rates(arena: Tensor, effort: Effort) -> list[float]:
 
 
 def _read_rates(arena: Tensor, effort: Effort) -> list[float]:
+    """By torch's sum, or by our own kernels' read where that is faster."""
     numbers = arena.view(-1).view(torch.int64)
     times = _repeat(numbers.sum, effort.num_repetitions, effort.step_budget_s)
+    native = native_kernels()
+    if native is not None:
+        read = partial(native.read, numbers, torch.get_num_threads())
+        own = _repeat(read, effort.num_repetitions, effort.step_budget_s)
+        times = min(times, own, key=statistics.median)
     return [arena.numel() / seconds for seconds in times]
 
 
@@ -449,42 +591,250 @@ def _matrix_rate(dtype: torch.dtype, effort: Effort) -> tuple[Figure, int]:
     return Figure.of([2 * size**3 / seconds for seconds in times]), size
 
 
-def _expert_times(
+def _fill_slots(layout: ExpertLayout, arena: Tensor) -> None:
+    """The same random weights in every slot. Mutates: arena."""
+    generator = torch.Generator().manual_seed(0)
+    slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
+    for matrix in layout.views(slot):
+        matrix.normal_(std=0.02, generator=generator)
+    arena.copy_(slot.expand_as(arena))
+
+
+def _expert_products(
     layout: ExpertLayout, arena: Tensor, effort: Effort, warnings: list[str]
-) -> tuple[ExpertTime, ...]:
-    experts = [layout.views(slot) for slot in arena]
-    kernel: ExpertKernel = KERNELS["cpu"]
-    next_expert = _cycle(len(experts))
-
-    def compute(rows_ND: Tensor) -> None:
-        kernel(rows_ND, experts[next(next_expert)])
-
-    figures, uneven = [], []
-    for num_rows in EXPERT_ROWS:
-        rows_ND = torch.ones(num_rows, layout.hidden_size, dtype=layout.dtype)
-        times = _repeat(partial(compute, rows_ND), effort.num_expert_calls, effort.step_budget_s)
-        figures.append(ExpertTime(num_rows, Figure.of(times)))
-        if _is_uneven(times):
-            uneven.append(str(num_rows))
+) -> tuple[ProductTime, ...]:
+    """Experts in the layout's dtype and in the others; the arena holds the last afterwards."""
+    products, uneven = [], []
+    dtypes = dict.fromkeys((layout.dtype, *MEASURED_DTYPES))
+    for dtype in dtypes:
+        typed = replace(layout, dtype=dtype)
+        slots = arena.view(-1)[: arena.numel() // typed.slot_bytes * typed.slot_bytes]
+        if len(slots) < 2 * typed.slot_bytes:
+            continue
+        slots = slots.view(-1, typed.slot_bytes)
+        if dtype != layout.dtype:
+            _fill_slots(typed, slots)
+        kernel = KERNELS["cpu"](torch.get_num_threads())
+        found, crowded = expert_products("cpu", kernel, SlotArena(typed, slots), effort)
+        products += found
+        uneven += crowded if dtype == layout.dtype else []
     if uneven:
-        warnings.append(f"times of experts on {', '.join(uneven)} rows {_UNEVEN}")
-    return tuple(figures)
+        warnings.append(f"times of experts on {', '.join(map(str, uneven))} rows {_UNEVEN}")
+    return tuple(products)
 
 
-def _expert_copy_s(arena: Tensor, effort: Effort, warnings: list[str]) -> Figure:
-    """One expert to another slot, neither in a cache, by the calling thread alone."""
-    slots = arena.numpy()
-    half = len(slots) // 2
-    next_slot = _cycle(half)
+def expert_products(
+    place: str,
+    kernel: ExpertKernel,
+    arena: SlotArena,
+    effort: Effort,
+    synchronize: Callable[[], None] | None = None,
+) -> tuple[list[ProductTime], list[int]]:
+    """Experts of an arena by rows, several in a call; and the row counts with uneven times."""
+    layout = arena.layout
+    group = min(_GROUP_SIZE, len(arena))
+    next_group = _cycle(len(arena) // group)
+    products, uneven = [], []
+    for num_rows in EXPERT_ROWS:
+        device = arena.memory.device
+        rows_ND = torch.ones(group * num_rows, layout.hidden_size, dtype=layout.dtype).to(device)
+        out_ND = torch.empty_like(rows_ND)
+        starts: IntArray = np.arange(0, group * num_rows, num_rows)
 
-    def copy() -> None:
-        index = next(next_slot)
-        slots[half + index] = slots[index]
+        def compute(
+            rows_ND: Tensor = rows_ND, out_ND: Tensor = out_ND, starts: IntArray = starts
+        ) -> None:
+            slots: IntArray = np.arange(group) + next(next_group) * group
+            kernel(arena, rows_ND, out_ND, slots, starts, starts + len(rows_ND) // group)
+            if synchronize is not None:
+                synchronize()
 
-    times = _repeat(copy, effort.num_expert_calls, effort.step_budget_s)
-    if _is_uneven(times):
-        warnings.append(f"times of copied experts {_UNEVEN}")
-    return Figure.of(times)
+        num_calls = max(3, effort.num_expert_calls // group)
+        times = [each / group for each in _repeat(compute, num_calls, effort.step_budget_s)]
+        name = str(layout.dtype).removeprefix("torch.")
+        products.append(
+            ProductTime(place, "expert", name, num_rows, layout.slot_bytes, Figure.of(times))
+        )
+        if _is_uneven(times):
+            uneven.append(num_rows)
+    return products, uneven
+
+
+def _dense_products(layout: ExpertLayout, arena: Tensor, effort: Effort) -> tuple[ProductTime, ...]:
+    """Large matrices [O, D]. Mutates: arena."""
+    products: list[ProductTime] = []
+    weights = arena.view(-1)
+    # A pattern of bits that is a small number in every dtype.
+    weights.view(torch.int16).fill_(0x3C00)
+    for dtype in dict.fromkeys((layout.dtype, *MEASURED_DTYPES)):
+        products += dense_products("cpu", weights, layout.hidden_size, dtype, effort)
+    return tuple(products)
+
+
+def dense_products(
+    place: str,
+    memory: Tensor,
+    hidden_size: int,
+    dtype: torch.dtype,
+    effort: Effort,
+    synchronize: Callable[[], None] | None = None,
+) -> list[ProductTime]:
+    """Products with one matrix of `memory` after another, by rows. Shapes: memory uint8 [n]."""
+    row_bytes = hidden_size * dtype.itemsize
+    width = min(_DENSE_WIDTH, len(memory) // row_bytes)
+    matrix_bytes = width * row_bytes
+    if not matrix_bytes:
+        return []
+    num_matrices = len(memory) // matrix_bytes
+    matrices = memory[: num_matrices * matrix_bytes].view(dtype).view(num_matrices, width, -1)
+    next_matrix = _cycle(num_matrices)
+    products = []
+    for num_rows in DENSE_ROWS:
+        rows_TD = torch.ones(num_rows, hidden_size, dtype=dtype, device=memory.device)
+
+        def compute(rows_TD: Tensor = rows_TD) -> None:
+            linear(rows_TD, matrices[next(next_matrix)])
+            if synchronize is not None:
+                synchronize()
+
+        num_calls = max(3, effort.num_expert_calls // 4)
+        times = _repeat(compute, num_calls, effort.step_budget_s)
+        name = str(dtype).removeprefix("torch.")
+        products.append(ProductTime(place, "dense", name, num_rows, matrix_bytes, Figure.of(times)))
+    return products
+
+
+def _copies(
+    layout: ExpertLayout, arena: Tensor, effort: Effort, warnings: list[str]
+) -> tuple[CopyTime, ...]:
+    """Within RAM, at several sizes, neither end in a cache, by the calling thread alone."""
+    memory = arena.view(-1).numpy()
+    half = len(memory) // 2
+    copies = []
+    for share in COPY_SHARES:
+        size = int(share * layout.slot_bytes)
+        if size > half:
+            continue
+        next_place = _cycle(half // size)
+
+        def copy(size: int = size, next_place: Iterator[int] = next_place) -> None:
+            start = next(next_place) * size
+            memory[half + start : half + start + size] = memory[start : start + size]
+
+        times = _repeat(copy, effort.num_expert_calls, effort.step_budget_s)
+        if share == 1 and _is_uneven(times):
+            warnings.append(f"times of copied experts {_UNEVEN}")
+        copies.append(CopyTime("ram", "ram", False, size, Figure.of(times)))
+    return tuple(copies)
+
+
+def _measure_gpu(
+    layout: ExpertLayout, effort: Effort, say: Callable[[str], None], warnings: list[str]
+) -> GpuMeasurements | None:
+    """The first GPU, None without one; a warning where it could not be measured."""
+    if not torch.cuda.is_available():
+        return None
+    say("the GPU")
+    try:
+        return measure_gpu(torch.device("cuda", 0), layout, effort)
+    # A driver that fails, a kernel that does not compile, memory that is taken.
+    except RuntimeError as error:
+        warnings.append(f"the GPU was not measured: {str(error).splitlines()[0]}")
+        return None
+
+
+def measure_gpu(device: torch.device, layout: ExpertLayout, effort: Effort) -> GpuMeasurements:
+    """Measure one GPU; a `cpu` device goes the same way, without pinned memory.
+
+    Raises: RuntimeError from torch.
+    """
+    is_cuda = device.type == "cuda"
+    synchronize = torch.cuda.synchronize if is_cuda else _do_nothing
+    name, memory_bytes = device.type, 0
+    if is_cuda:
+        properties = torch.cuda.get_device_properties(device)
+        name, memory_bytes = properties.name, int(properties.total_memory)
+    wanted = max(effort.max_working_set_bytes // 2, 2 * layout.slot_bytes)
+    num_slots = max(2, wanted // layout.slot_bytes)
+    arena = torch.zeros(num_slots, layout.slot_bytes, dtype=torch.uint8, device=device)
+    kernel = best_gpu_kernel(lambda tensor: tensor.to(device)) if is_cuda else KERNELS["cpu"](None)
+    products, _ = expert_products("cuda", kernel, SlotArena(layout, arena), effort, synchronize)
+    products += dense_products(
+        "cuda", arena.view(-1), layout.hidden_size, layout.dtype, effort, synchronize
+    )
+    numbers = arena.view(-1).view(torch.int64)
+
+    def read() -> None:
+        numbers.sum()
+        synchronize()
+
+    reads = _repeat(read, effort.num_repetitions, effort.step_budget_s)
+    return GpuMeasurements(
+        name=name,
+        memory_bytes=memory_bytes,
+        memory_read_bytes_per_s=Figure.of([arena.numel() / seconds for seconds in reads]),
+        matrix_flops_per_s=_gpu_matrix_rate(device, layout.dtype, effort, synchronize),
+        round_trip_s=_round_trip_s(device, layout, effort, synchronize),
+        products=tuple(products),
+        copies=_gpu_copies(arena, layout, effort, synchronize),
+    )
+
+
+def _gpu_matrix_rate(
+    device: torch.device, dtype: torch.dtype, effort: Effort, synchronize: Callable[[], None]
+) -> Figure:
+    size = effort.max_matrix_size
+    left = torch.ones(size, size, dtype=dtype, device=device)
+
+    def multiply() -> None:
+        torch.mm(left, left)
+        synchronize()
+
+    times = _repeat(multiply, effort.num_repetitions, effort.step_budget_s)
+    return Figure.of([2 * size**3 / seconds for seconds in times])
+
+
+def _round_trip_s(
+    device: torch.device, layout: ExpertLayout, effort: Effort, synchronize: Callable[[], None]
+) -> Figure:
+    """32 tokens' activations to RAM and back."""
+    rows_TD = torch.zeros(32, layout.hidden_size, dtype=layout.dtype, device=device)
+
+    def there_and_back() -> None:
+        rows_TD.copy_(rows_TD.cpu())
+        synchronize()
+
+    return Figure.of(_repeat(there_and_back, effort.num_expert_calls, effort.step_budget_s))
+
+
+def _gpu_copies(
+    arena: Tensor, layout: ExpertLayout, effort: Effort, synchronize: Callable[[], None]
+) -> tuple[CopyTime, ...]:
+    """RAM to GPU at several sizes, pinned and not."""
+    flat, copies = arena.view(-1), []
+    for is_pinned in (False, True) if arena.is_cuda else (False,):
+        host = torch.ones(len(flat) // 2, dtype=torch.uint8, pin_memory=is_pinned)
+        for share in COPY_SHARES:
+            size = int(share * layout.slot_bytes)
+            if size > len(host):
+                continue
+            next_place = _cycle(len(host) // size)
+
+            def copy(
+                host: Tensor = host, size: int = size, next_place: Iterator[int] = next_place
+            ) -> None:
+                start = next(next_place) * size
+                part = slice(start, start + size)
+                flat[part].copy_(host[part], non_blocking=True)
+                synchronize()
+
+            times = _repeat(copy, effort.num_expert_calls, effort.step_budget_s)
+            copies.append(CopyTime("ram", "gpu", is_pinned, size, Figure.of(times)))
+    return tuple(copies)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _repeat(action: Callable[[], object], num_repetitions: int, budget_s: float) -> list[float]:
@@ -518,6 +868,8 @@ class _Load:
 
     @staticmethod
     def _now() -> tuple[float, float]:
+        import psutil
+
         times = psutil.cpu_times()._asdict()
         # What guests of this machine use is in `user` already.
         uncounted = ("idle", "iowait", "guest", "guest_nice")
@@ -759,6 +1111,8 @@ def _random_experts(num_experts: int) -> Iterator[int]:
 
 
 def _warn_if_in_memory(directory: Path, warnings: list[str]) -> None:
+    import psutil
+
     place = directory.resolve()
     mounts = [
         mount
@@ -781,6 +1135,8 @@ def machine_facts(*, root: Path = Path("/")) -> dict[str, Any]:
 
     `root` is where proc and sys are looked up.
     """
+    import psutil
+
     model, flags = _cpu_model(root)
     memory = psutil.virtual_memory()
     return {
@@ -795,23 +1151,70 @@ def machine_facts(*, root: Path = Path("/")) -> dict[str, Any]:
         "memory_available_bytes": int(memory.available),
         "memory_limit_bytes": min((limit for limit, _ in _cgroup_memory(root)), default=None),
         "usable_memory_bytes": usable_memory_bytes(root=root),
+        "gpus": _gpus(),
         "platform": platform.platform(),
         "python_version": platform.python_version(),
         "torch_version": str(torch.__version__),
         "numpy_version": np.__version__,
+        "cuda_version": torch.version.cuda,
+        "triton_version": _version_of("triton"),
+        "native_kernels": _native_kernels(),
     }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """Name, memory and compute capability of each GPU that torch can use."""
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "memory_bytes": int(properties.total_memory),
+                "compute_capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return found
+
+
+def _native_kernels() -> str:
+    """The instruction set that the package's own kernels use here."""
+    native = native_kernels()
+    return "none: torch computes" if native is None else native.isa
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def usable_memory_bytes(*, root: Path = Path("/")) -> int:
     """What this process may still take: memory available here, and left in each of its cgroups."""
     left = [limit - used for limit, used in _cgroup_memory(root)]
-    return max(0, min(int(psutil.virtual_memory().available), *left, 2**63 - 1))
+    return max(0, min(_available_bytes(), *left, 2**63 - 1))
+
+
+def _available_bytes() -> int:
+    try:
+        import psutil
+    except ImportError:
+        # benchmarks/gpu_check.py runs with little more than torch; psutil reads the same there.
+        text = _read_text(Path("/proc/meminfo")) or ""
+        match = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+        return 1024 * int(match[1]) if match else 0
+    return int(psutil.virtual_memory().available)
 
 
 def usable_cores(*, root: Path = Path("/")) -> int:
     """Physical cores that the process may run on, at most what its CPU quota pays for."""
     affinity = getattr(os, "sched_getaffinity", None)
     if affinity is None:
+        import psutil
+
         cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     else:
         topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"

@@ -7,8 +7,7 @@ folder is a profile more.
 from dataclasses import replace
 from pathlib import Path
 
-from oled_moe.config import DEVICES
-from oled_moe.costs import HardwareProfile, default_profile_path, load_profile
+from oled_moe.costs import PROFILE_DEVICES, HardwareProfile, default_profile_path, load_profile
 from oled_moe.errors import ConfigError, ModelNotFoundError
 
 # What `oled-moe doctor` stored; `this-machine:emulated` is its profile for that device.
@@ -26,7 +25,8 @@ def load_hardware(
 ) -> HardwareProfile:
     """The profile of that name, the stored one of this machine, or the one in a file.
 
-    `this-machine` is what doctor stored for device `cpu`, where misses are read from disk;
+    A beginning that only one name has will do: `rtx4090`. `this-machine` is what doctor stored for
+    device `cpu`, where misses are read from disk;
     `this-machine:emulated` for that device, with CPU experts.
     Raises: ModelNotFoundError where nothing is there, listing the known names; ConfigError where
     the file is no profile.
@@ -39,6 +39,11 @@ def load_hardware(
     path = Path(name_or_path)
     if path.exists():
         return load_profile(path)
+    begun = [known for known in hardware_names() if name and known.startswith(name)]
+    if len(begun) == 1:
+        return load_profile(_FOLDER / f"{begun[0]}.json")
+    if begun:
+        raise ConfigError(f"hardware {name!r} may be {' or '.join(begun)}; write the whole name")
     known = ", ".join([*hardware_names(), THIS_MACHINE])
     raise ModelNotFoundError(
         f"no hardware profile {name!r}: neither a file nor a known name; known: {known}, "
@@ -48,8 +53,8 @@ def load_hardware(
 
 def _load_stored(name: str, cache_directory: Path | None) -> HardwareProfile:
     device = name.partition(":")[2] or "cpu"
-    if device not in DEVICES:
-        known = ", ".join(f"{THIS_MACHINE}:{each}" for each in DEVICES)
+    if device not in PROFILE_DEVICES:
+        known = ", ".join(f"{THIS_MACHINE}:{each}" for each in PROFILE_DEVICES)
         raise ConfigError(f"hardware {name!r} is not known; allowed: {THIS_MACHINE}, {known}")
     path = default_profile_path(device, cache_directory=cache_directory)
     if not path.is_file():
@@ -58,4 +63,4 @@ def _load_stored(name: str, cache_directory: Path | None) -> HardwareProfile:
             f"`oled-moe doctor --device {device}` first"
         )
     # Profiles of version 1 that doctor stored before this field was there do not say so.
-    return replace(load_profile(path), has_cpu_experts=device == "emulated")
+    return replace(load_profile(path), has_cpu_experts=device != "cpu")

@@ -1,0 +1,576 @@
+"""What to expect of a model on a machine: does it fit, which cache, how fast.
+
+From config.json and headers alone: no weight is read, no GPU and no second machine is needed.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oled_moe.checkpoint import INDEX_NAME, Checkpoint
+from oled_moe.config import DTYPES, EngineConfig, check_int, format_size
+from oled_moe.costs import (
+    DEFAULT_PROFILES,
+    HardwareProfile,
+    default_profile_path,
+    load_profile,
+)
+from oled_moe.cuda import DEVICE_INDEX, MOST_AHEAD, check_cuda
+from oled_moe.engine import (
+    DEFAULT_MODEL_LEN,
+    WeightSizes,
+    find_model,
+    plan_model,
+    plan_on_gpu,
+    sampling_defaults_of,
+)
+from oled_moe.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+)
+from oled_moe.hardware import load_hardware
+from oled_moe.memory import (
+    SHARE_OF_FREE,
+    SYSTEM_RESERVE_BYTES,
+    GpuMemoryPlan,
+    MemoryPlan,
+    plan_gpu_memory,
+    plan_memory,
+)
+from oled_moe.models import Family, ModelConfig, find_family
+from oled_moe.prediction import (
+    DEFAULT_BLOCK_LENGTH,
+    DEFAULT_PROMPT_TOKENS,
+    ModelSizes,
+    Prediction,
+    Residency,
+    predict,
+)
+from oled_moe.profiler import machine_facts, usable_memory_bytes
+from oled_moe.shapes import SHAPES
+from oled_moe.store import ExpertLayout
+from oled_moe.types import MoeShape
+
+# Of what an index says the weights take; some count biases and buffers in, some do not.
+_INDEX_TOLERANCE = 0.02
+# What a GPU is taken to be where nobody says.
+DEFAULT_GPU_HARDWARE = "rtx4090-ddr5"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model of which only sizes are known. `notes` say where they come from, if not from headers.
+
+    `block_length`: the checkpoint's, else 32. `has_weights`: whether every file is there.
+    """
+
+    name: str
+    path: Path | None
+    family: str
+    config: ModelConfig
+    weights: WeightSizes
+    sizes: ModelSizes
+    block_length: int
+    has_weights: bool
+    notes: tuple[str, ...]
+
+
+def open_sizes(
+    model: str | Path, wanted: EngineConfig | None = None, *, hub_cache: Path | None = None
+) -> OpenedModel:
+    """The sizes of `demo`, a directory, a hub id in the local cache, or a shape of shapes.py.
+
+    Headers say them; where weights are missing, config.json does.
+    Raises: ModelNotFoundError; CheckpointError where what is there cannot be read.
+    """
+    wanted = wanted or EngineConfig()
+    name = str(model)
+    if name in SHAPES and not Path(name).exists():
+        shape = SHAPES[name]
+        checkpoint = Checkpoint(Path(name), dict(shape.config), {}, {}, {})
+        note = f"{name}: a published model's sizes, no files; {shape.note}".rstrip("; .")
+        return _opened(name, checkpoint, wanted, has_weights=False, notes=[note])
+    path = find_model(model, hub_cache=hub_cache)
+    missing = _missing_weights(path)
+    if not missing:
+        return _opened(name, Checkpoint.open(path), wanted, has_weights=True, notes=[])
+    generation_path = path / "generation_config.json"
+    generation = _read_object(generation_path) if generation_path.is_file() else {}
+    checkpoint = Checkpoint(path, _read_object(path / "config.json"), generation, {}, {})
+    note = f"sizes are those of config.json: {missing}; download it before you run the model"
+    return _opened(name, checkpoint, wanted, has_weights=False, notes=[note])
+
+
+def _missing_weights(path: Path) -> str:
+    """What of the weights is not there, in words; empty where nothing is missing or known."""
+    if not (path / "config.json").is_file():
+        return ""
+    index_path = path / INDEX_NAME
+    if index_path.is_file():
+        files = _read_object(index_path).get("weight_map")
+        if not isinstance(files, dict):
+            return ""
+        names = {name for name in files.values() if isinstance(name, str)}
+        missing = sorted(name for name in names if not os.path.lexists(path / name))
+        return f"{len(missing)} of {len(names)} weight files are missing" if missing else ""
+    has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    return "" if has_weights else "there is no weight file"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises: CheckpointError."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read as JSON ({str(error)[:120]}); download it again"
+        ) from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: is not a JSON object; download it again")
+    return values
+
+
+def _opened(
+    name: str, checkpoint: Checkpoint, wanted: EngineConfig, *, has_weights: bool, notes: list[str]
+) -> OpenedModel:
+    family = find_family(checkpoint.config)
+    config = family.config(checkpoint.config)
+    if wanted.max_model_len is not None and wanted.max_model_len > config.max_positions:
+        raise ConfigError(
+            f"max_model_len is {wanted.max_model_len}; allowed: 1 to {config.max_positions}, the "
+            "model's max_position_embeddings"
+        )
+    if has_weights:
+        weights = WeightSizes.of(checkpoint, family, config, wanted)
+    else:
+        weights = _weights_of_config(checkpoint.config, family, config, wanted)
+        notes = [*notes, *_check_index(checkpoint, family, config)]
+    defaults = sampling_defaults_of(checkpoint, config, None)
+    return OpenedModel(
+        name=name,
+        path=checkpoint.path if checkpoint.path.exists() else None,
+        family=family.name,
+        config=config,
+        weights=weights,
+        sizes=_model_sizes(family, config, weights),
+        block_length=min(defaults.block_length or DEFAULT_BLOCK_LENGTH, 64),
+        has_weights=has_weights,
+        notes=tuple(notes),
+    )
+
+
+def _config_dtype(values: Mapping[str, Any]) -> torch.dtype:
+    """What config.json says the weights are stored as; bfloat16 where it does not."""
+    named = str(values.get("torch_dtype") or values.get("dtype") or "bfloat16")
+    name = named.removeprefix("torch.")
+    dtype: torch.dtype = getattr(torch, name if name in DTYPES else "bfloat16")
+    return dtype
+
+
+def _weights_of_config(
+    values: Mapping[str, Any], family: Family, config: ModelConfig, wanted: EngineConfig
+) -> WeightSizes:
+    """The sizes that the headers would say, from config.json alone."""
+    stored = _config_dtype(values)
+    dtype: torch.dtype = getattr(torch, wanted.dtype) if wanted.dtype else stored
+    kept = family.kept_dtypes(config)
+    dense_bytes = sum(
+        prod(shape) * (stored if name in kept else dtype).itemsize
+        for name, shape in family.parameter_shapes(config).items()
+    )
+    layout = ExpertLayout(config.hidden_size, config.moe_intermediate_size, dtype)
+    return WeightSizes(layout, dense_bytes, dtype != stored)
+
+
+def _check_index(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> list[str]:
+    """A note where the index tells of other sizes than config.json."""
+    index_path = checkpoint.path / INDEX_NAME
+    if not index_path.is_file():
+        return []
+    metadata = _read_object(index_path).get("metadata")
+    said = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(said, bool) or not isinstance(said, int) or said <= 0:
+        return []
+    num_values = sum(map(prod, family.parameter_shapes(config).values()))
+    num_values += _num_expert_values(config)
+    num_bytes = num_values * _config_dtype(checkpoint.config).itemsize
+    if abs(num_bytes - said) <= _INDEX_TOLERANCE * said:
+        return []
+    return [
+        f"{INDEX_NAME} says that the weights take {format_size(said)}, config.json makes it "
+        f"{format_size(num_bytes)}: the two may not belong together"
+    ]
+
+
+def _num_expert_values(config: ModelConfig) -> int:
+    size = 3 * config.hidden_size * config.moe_intermediate_size
+    return size * config.num_moe_layers * config.num_experts
+
+
+def _model_sizes(family: Family, config: ModelConfig, weights: WeightSizes) -> ModelSizes:
+    layout = weights.layout
+    item_bytes = layout.dtype.itemsize
+    vocabulary = (config.vocab_size, config.hidden_size)
+    matrices = [
+        shape
+        for shape in family.parameter_shapes(config).values()
+        if len(shape) > 1 and shape != vocabulary
+    ]
+    return ModelSizes(
+        shape=MoeShape(config.num_moe_layers, config.num_experts, config.top_k, layout.slot_bytes),
+        body_bytes=sum(map(prod, matrices)) * item_bytes,
+        head_bytes=prod(vocabulary) * item_bytes,
+        vocab_size=config.vocab_size,
+        kv_bytes_per_token=2
+        * config.num_layers
+        * config.num_kv_heads
+        * config.head_size
+        * item_bytes,
+        attention_size=config.num_layers * config.num_heads * config.head_size,
+        dtype=str(layout.dtype).removeprefix("torch."),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a model is to run. `ram_bytes` is what the process may take, on the machine at hand
+    beyond what it has; `gpu_bytes` what is free on the GPU. `is_imagined`: another machine."""
+
+    device: str
+    ram_bytes: int
+    gpu_bytes: int | None = None
+    is_imagined: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def this_machine(device: str) -> Machine:
+    """The machine at hand, for a device that it has.
+
+    Raises: MissingDependencyError, ConfigError where `cuda` cannot run here.
+    """
+    ram_bytes = usable_memory_bytes()
+    if device != "cuda":
+        return Machine(device, ram_bytes)
+    check_cuda()
+    free_bytes, _ = torch.cuda.mem_get_info(DEVICE_INDEX)
+    return Machine(device, ram_bytes, int(free_bytes))
+
+
+def imagine(
+    device: str,
+    hardware: HardwareProfile,
+    *,
+    gpu_bytes: int | None = None,
+    ram_bytes: int | None = None,
+) -> Machine:
+    """A machine of which only sizes are known; None takes the profile's, else those found here.
+
+    What a system needs for itself is taken off the RAM.
+    Raises: ConfigError where a size is missing, or given for a device that has no such memory.
+    """
+    if gpu_bytes is not None and device != "cuda":
+        raise ConfigError(
+            f"gpu-memory is given and device is {device!r}; leave one out, or take --device cuda"
+        )
+    if device == "cuda":
+        gpu_bytes = gpu_bytes or hardware.gpu_memory_bytes
+        if gpu_bytes is None:
+            raise ConfigError(
+                f"how much memory the GPU has is not known for {hardware.name}; give "
+                "--gpu-memory SIZE"
+            )
+        ram_bytes = ram_bytes or hardware.ram_bytes
+    if ram_bytes is None and device != "cuda":
+        return Machine(device, usable_memory_bytes())
+    if ram_bytes is None:
+        facts = machine_facts()
+        limit = facts["memory_limit_bytes"]
+        ram_bytes = min(facts["memory_total_bytes"], limit or facts["memory_total_bytes"])
+    reserve = min(SYSTEM_RESERVE_BYTES, ram_bytes // 4)
+    return Machine(device, ram_bytes - reserve, gpu_bytes, is_imagined=True)
+
+
+def find_hardware(name: str | Path | None, device: str) -> tuple[HardwareProfile, str]:
+    """The profile to predict by, and where it comes from, in words.
+
+    Raises: as `load_hardware`.
+    """
+    if name is not None:
+        return load_hardware(name), str(name)
+    path = default_profile_path(device)
+    if path.is_file():
+        return load_profile(path), str(path)
+    if device == "cuda":
+        return load_hardware(DEFAULT_GPU_HARDWARE), "assumed; --hardware names another"
+    return DEFAULT_PROFILES[device], "not measured: run `oled-moe doctor`"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a model can run on a machine.
+
+    `word`: fits, tight or does not fit; `verdict` a sentence; `remedy` which number to change,
+    empty where none needs to. `plan`: None where it cannot run; a GpuMemoryPlan on `cuda`.
+    """
+
+    word: str
+    verdict: str
+    remedy: str
+    plan: MemoryPlan | GpuMemoryPlan | None
+
+    @property
+    def is_fitting(self) -> bool:
+        return self.plan is not None
+
+    @property
+    def slots(self) -> MemoryPlan | None:
+        """The plan of the memory that holds slots."""
+        return self.plan.gpu if isinstance(self.plan, GpuMemoryPlan) else self.plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        plan = None if self.plan is None else plan_to_dict(self.plan)
+        return {
+            "is_fitting": self.is_fitting,
+            "word": self.word,
+            "verdict": self.verdict,
+            "remedy": self.remedy,
+            "plan": plan,
+        }
+
+
+def plan_to_dict(plan: MemoryPlan | GpuMemoryPlan) -> dict[str, Any]:
+    """A memory plan as plain JSON values."""
+    if isinstance(plan, GpuMemoryPlan):
+        return {
+            **plan_to_dict(plan.gpu),
+            "lines": _line_dicts(plan.gpu_lines()),
+            "ram_lines": _line_dicts(plan.ram_lines()),
+            "num_pinned": plan.num_pinned,
+            "num_on_disk": plan.num_on_disk,
+            "ram_bytes": plan.ram_bytes,
+        }
+    return {
+        "num_slots": plan.num_slots,
+        "num_staging": plan.num_staging,
+        "num_experts": plan.shape.num_experts_total,
+        "expert_bytes": plan.shape.expert_bytes,
+        "expert_memory_bytes": plan.expert_memory_bytes,
+        "total_bytes": plan.total_bytes,
+        "lines": _line_dicts(plan.lines()),
+    }
+
+
+def _line_dicts(lines: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+    return [{"what": what, "bytes": size} for what, size in lines]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What to expect of a model on a machine: whether it fits, with which cache, how fast.
+
+    `prediction` is None where it does not fit. `hardware_source` says where the numbers of the
+    machine come from.
+    """
+
+    model: OpenedModel
+    machine: Machine
+    config: EngineConfig
+    hardware: HardwareProfile
+    hardware_source: str
+    fit: Fit
+    prediction: Prediction | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        slots = self.fit.slots
+        cache = None
+        if slots is not None and self.prediction is not None:
+            cache = {
+                "policy": self.prediction.policy,
+                "experts_per_layer": slots.num_slots / slots.shape.num_layers,
+                "num_experts_per_layer": slots.shape.num_experts,
+                "num_layers": slots.shape.num_layers,
+                "num_slots": slots.num_slots,
+                "num_staging": slots.num_staging,
+                "active_per_layer": self.prediction.typical.active_per_layer,
+            }
+        return {
+            "model": self.model.name,
+            "path": None if self.model.path is None else str(self.model.path),
+            "family": self.model.family,
+            "has_weights": self.model.has_weights,
+            "device": self.machine.device,
+            "machine": self.machine.to_dict(),
+            "hardware": self.hardware.name,
+            "hardware_source": self.hardware_source,
+            "is_hardware_measured": self.hardware.is_measured,
+            "fit": self.fit.to_dict(),
+            "cache": cache,
+            "prediction": None if self.prediction is None else self.prediction.to_dict(),
+            "notes": list(self.model.notes),
+        }
+
+
+def outlook(
+    model: OpenedModel,
+    config: EngineConfig,
+    machine: Machine,
+    hardware: HardwareProfile,
+    *,
+    hardware_source: str,
+    prompt_tokens: int = DEFAULT_PROMPT_TOKENS,
+) -> Outlook:
+    """Plan a model and predict its speed from sizes alone. `config.device` is not looked at.
+
+    Raises: ConfigError for numbers that make no sense. What does not fit is said in the outlook.
+    """
+    check_int("prompt-tokens", prompt_tokens, minimum=1, maximum=model.config.max_positions)
+    try:
+        plan = plan_for(model, config, machine, hardware)
+    except DoesNotFitError as error:
+        fit = Fit("does not fit", f"It does not fit: {error}.", str(error), None)
+        return Outlook(model, machine, config, hardware, hardware_source, fit, None)
+    prediction = predict(
+        model.sizes,
+        _residency(plan, config, machine, hardware),
+        hardware,
+        policy=policy_name(config),
+        prompt_tokens=prompt_tokens,
+        block_length=model.block_length,
+    )
+    fit = _fit(plan, config, machine, prediction.typical.active_per_layer)
+    return Outlook(model, machine, config, hardware, hardware_source, fit, prediction)
+
+
+def policy_name(config: EngineConfig) -> str:
+    """The policy as text. Raises: ConfigError for a policy object, which predicts nothing here."""
+    if not isinstance(config.policy, str):
+        raise ConfigError(f"policy is {config.policy!r}; allowed here: the name of a policy")
+    return config.policy
+
+
+def plan_for(
+    model: OpenedModel, config: EngineConfig, machine: Machine, hardware: HardwareProfile
+) -> MemoryPlan | GpuMemoryPlan:
+    """The memory plan of a model on a machine, this one or another.
+
+    Raises: as `plan_model`.
+    """
+    positions = config.max_model_len or min(model.config.max_positions, DEFAULT_MODEL_LEN)
+    here = replace(config, device=machine.device)
+    if not machine.is_imagined:
+        if machine.gpu_bytes is None:
+            return plan_model(here, model.config, model.weights, positions, hardware)
+        return plan_on_gpu(
+            here, model.config, model.weights, positions, hardware, gpu_bytes=machine.gpu_bytes
+        )
+    # What a model needs besides slots is the same wherever it runs.
+    anywhere = replace(here, experts_per_layer=0, expert_memory=None, memory=None, force=True)
+    is_gpu = machine.gpu_bytes is not None
+    needs = plan_model(
+        replace(anywhere, device="cpu") if is_gpu else anywhere,
+        model.config, model.weights, positions, hardware,
+    )  # fmt: skip
+    if machine.gpu_bytes is not None:
+        # One buffer for each reading thread and each copy that is on its way to the GPU.
+        depth = hardware.disk_queue_depth
+        buffer_bytes = needs.model.buffer_bytes // depth * (depth + MOST_AHEAD + 1)
+        return plan_gpu_memory(
+            config,
+            needs.shape,
+            replace(needs.model, buffer_bytes=buffer_bytes),
+            gpu_bytes=machine.gpu_bytes,
+            ram_bytes=machine.ram_bytes,
+        )
+    # Another machine has not loaded the program yet.
+    usable_bytes = max(0, machine.ram_bytes - needs.model.process_bytes)
+    return plan_memory(here, needs.shape, needs.model, usable_bytes=usable_bytes)
+
+
+def _residency(
+    plan: MemoryPlan | GpuMemoryPlan,
+    config: EngineConfig,
+    machine: Machine,
+    hardware: HardwareProfile,
+) -> Residency:
+    if isinstance(plan, GpuMemoryPlan):
+        return Residency(
+            machine.device,
+            plan.gpu.num_slots,
+            plan.gpu.num_staging,
+            disk_share=plan.num_on_disk / plan.shape.num_experts_total,
+            # The engine computes none on the CPU where some of them are on disk.
+            has_cpu_experts=config.cpu_experts
+            and hardware.has_cpu_experts
+            and not plan.num_on_disk,
+        )
+    is_emulated = machine.device == "emulated"
+    return Residency(
+        machine.device,
+        plan.num_slots,
+        plan.num_staging,
+        disk_share=0.0 if is_emulated else 1.0,
+        has_cpu_experts=is_emulated and config.cpu_experts,
+    )
+
+
+def _how_to_keep(active: float, slots: MemoryPlan, config: EngineConfig, machine: Machine) -> str:
+    """Which number to change, and by how much, for slots that hold `active` experts per layer."""
+    shape = slots.shape
+    if config.experts_per_layer is not None:
+        return f"raise experts-per-layer to {ceil(active)}"
+    more_bytes = (ceil(active * shape.num_layers) - slots.num_slots) * shape.expert_bytes
+    more = format_size(more_bytes)
+    if config.expert_memory is not None:
+        return f"raise expert-memory by {more}"
+    if config.memory is not None:
+        return f"raise memory by {more}"
+    if machine.gpu_bytes is not None:
+        return f"raise gpu-memory by {more}"
+    # Without a budget the engine takes a share of what is free.
+    more = format_size(more_bytes / SHARE_OF_FREE)
+    return f"raise ram by {more}" if machine.is_imagined else f"free {more} more RAM"
+
+
+def _fit(
+    plan: MemoryPlan | GpuMemoryPlan, config: EngineConfig, machine: Machine, active: float
+) -> Fit:
+    """The verdict on a plan; `active`: experts that a forward wants of a layer."""
+    slots = plan.gpu if isinstance(plan, GpuMemoryPlan) else plan
+    has = machine.ram_bytes if machine.gpu_bytes is None else machine.gpu_bytes
+    where = "are free" if machine.gpu_bytes is None else "of GPU memory are there"
+    needs = f"The plan takes {format_size(slots.total_bytes)}; {format_size(has)} {where}."
+    total, shape = slots.shape.num_experts_total, slots.shape
+    if slots.holds_all_experts:
+        return Fit("fits", f"It fits: all {total} experts stay in memory. {needs}", "", plan)
+    per_layer = slots.num_slots / shape.num_layers
+    sentence = (
+        f"{per_layer:.3g} of {shape.num_experts} experts per layer stay in memory, the rest is "
+        f"fetched when wanted. {needs}"
+    )
+    advice = []
+    if per_layer < active:
+        advice.append(
+            f"a block wants about {active:.0f} experts per layer: "
+            f"{_how_to_keep(active, slots, config, machine)} to keep them all"
+        )
+    if isinstance(plan, GpuMemoryPlan) and plan.num_on_disk:
+        more = plan.num_on_disk * shape.expert_bytes
+        advice.append(
+            f"{plan.num_on_disk} experts do not fit into RAM and stay on disk: raise ram by "
+            f"{format_size(more)} to hold them"
+        )
+    if advice:
+        remedy = "; ".join(advice)
+        return Fit("tight", f"It runs, but is tight: {sentence}", remedy, plan)
+    return Fit("fits", f"It fits with its experts offloaded: {sentence}", "", plan)

@@ -1,0 +1,400 @@
+"""`plan` and `doctor MODEL`: verdicts, exit codes, index-only models, JSON and text."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oled_moe import cli, outlook, profiler
+from oled_moe.config import EngineConfig
+from oled_moe.costs import DEFAULT_PROFILE
+from oled_moe.engine import find_model
+from oled_moe.errors import CheckpointError, ConfigError, ModelNotFoundError
+from oled_moe.inspection import measure_software
+from oled_moe.models import FAMILIES
+from oled_moe.outlook import Machine, imagine, open_sizes, plan_for
+from oled_moe.shapes import SHAPES
+
+GIB = 2**30
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(list(arguments))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def strict(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"JSON holds {name}")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def index_only(tmp_path: Path) -> Path:
+    """LLaDA2-mini's config and an index of shards that are not there."""
+    folder = tmp_path / "mini"
+    folder.mkdir()
+    config = {**SHAPES["llada2-mini"].config, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    index = {
+        "metadata": {"total_size": 32_510_000_000},
+        "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+# Models without weights
+
+
+def test_index_only_directory_is_planned(run: Run, index_only: Path) -> None:
+    code, out, err = run("plan", str(index_only), "--ram", "12GiB", "--json")
+    view = strict(out)
+    assert code == 0 and err == ""
+    assert not view["has_weights"] and view["path"] == str(index_only)
+    assert "1 of 1 weight files are missing" in view["notes"][0]
+    assert view["fit"]["plan"]["expert_bytes"] == 3 * 2048 * 512 * 2
+    assert view["fit"]["plan"]["num_experts"] == 19 * 256
+    assert view["prediction"]["prompt_tokens"] == 512
+    # Nothing is said about an index that agrees.
+    assert len(view["notes"]) == 1
+
+
+def test_index_that_disagrees_with_the_config_is_told(index_only: Path) -> None:
+    path = index_only / "model.safetensors.index.json"
+    values = json.loads(path.read_text())
+    values["metadata"]["total_size"] = 10**9
+    path.write_text(json.dumps(values))
+    notes = open_sizes(index_only).notes
+    assert len(notes) == 2 and "may not belong together" in notes[1]
+
+
+def test_config_alone_will_do(index_only: Path) -> None:
+    (index_only / "model.safetensors.index.json").unlink()
+    model = open_sizes(index_only)
+    assert "there is no weight file" in model.notes[0] and not model.has_weights
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_shapes_without_files(name: str) -> None:
+    model = open_sizes(name)
+    assert model.path is None and model.family == "llada2_moe"
+    assert model.sizes.shape.num_layers == SHAPES[name].num_moe_layers
+    assert 0 < model.sizes.head_bytes < model.weights.dense_bytes
+
+
+def test_sizes_of_config_are_those_of_headers(tmp_path: Path) -> None:
+    """The bundled model with its weights, and its config alone, agree.
+
+    But for the router's bias, which checkpoints may store as float32 without saying so.
+    """
+    real = open_sizes("demo")
+    shutil.copy(find_model("demo") / "config.json", tmp_path)
+    bare = open_sizes(tmp_path)
+    assert real.has_weights and not bare.has_weights
+    assert bare.sizes == real.sizes and bare.weights.layout == real.weights.layout
+    assert bare.weights.dense_bytes == pytest.approx(real.weights.dense_bytes, rel=1e-3)
+    wide = open_sizes(tmp_path, EngineConfig(dtype="float32"))
+    assert wide.weights.is_converted and wide.sizes.dtype == "float32"
+    assert wide.weights.dense_bytes > 1.7 * bare.weights.dense_bytes
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_is_planned(family: str, tmp_path: Path) -> None:
+    config = json.loads((find_model("demo") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": family}))
+    model = open_sizes(tmp_path)
+    assert model.family == family and model.sizes.body_bytes > 0
+
+
+# Exit codes
+
+
+def test_absent_models_are_exit_code_3(run: Run, tmp_path: Path) -> None:
+    assert run("plan", str(tmp_path / "absent"))[0] == 3
+    assert run("plan", "org/absent")[0] == 3
+    assert run("plan", "demo", "--hardware", "no-such-machine")[0] == 3
+    with pytest.raises(ModelNotFoundError):
+        open_sizes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--gpu-memory", "much"], "gpu-memory"),
+        (["--ram", "0"], "ram"),
+        (["--device", "abacus"], "device"),
+        (["--device", "cpu", "--gpu-memory", "8GiB"], "gpu-memory"),
+        (["--experts-per-layer", "1000"], "experts_per_layer"),
+        (["--experts-per-layer", "4", "--memory", "1GiB"], "experts_per_layer and memory"),
+        (["--policy", "psychic"], "psychic"),
+        (["--policy", "belady"], "belady"),
+        (["--prompt-tokens", "0"], "prompt-tokens"),
+        (["--prompt-tokens", "99999"], "prompt-tokens"),
+        (["--max-model-len", "99999"], "max_model_len"),
+        (["--dtype", "int3"], "dtype"),
+        (["--hardware", "testbed"], "testbed-a or testbed-b"),
+    ],
+)
+def test_bad_input_is_exit_code_2_and_one_line(run: Run, flags: list[str], named: str) -> None:
+    code, out, err = run("plan", "demo", *flags)
+    assert code == 2 and out == ""
+    assert named in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"model_type": "other"}', '{"a": 1}'])
+def test_damaged_configs_are_exit_code_2(run: Run, content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert run("plan", str(tmp_path))[0] == 2
+    with pytest.raises(CheckpointError):
+        open_sizes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--ram", "1GiB"],
+        ["--gpu-memory", "1GiB", "--ram", "64GiB"],
+        ["--gpu-memory", "2GiB", "--ram", "64GiB"],
+        ["--ram", "8GiB", "--experts-per-layer", "200"],
+        ["--gpu-memory", "16GiB", "--ram", "64GiB", "--experts-per-layer", "250"],
+    ],
+)
+def test_what_does_not_fit_is_exit_code_4_and_says_what_to_change(
+    run: Run, flags: list[str]
+) -> None:
+    code, out, _ = run("plan", "llada2-mini", *flags, "--json")
+    view = strict(out)
+    assert code == 4 and view["prediction"] is None and view["cache"] is None
+    assert view["fit"]["word"] == "does not fit" and not view["fit"]["is_fitting"]
+    assert "raise" in view["fit"]["remedy"] or "lower" in view["fit"]["remedy"]
+    code, out, _ = run("plan", "llada2-mini", *flags)
+    assert code == 4 and "It does not fit: " in out
+
+
+def test_advice_works_when_followed(run: Run) -> None:
+    flags = ("plan", "llada2-mini", "--gpu-memory", "16GiB", "--ram", "64GiB")
+    _, out, _ = run(*flags, "--experts-per-layer", "250", "--json")
+    remedy = strict(out)["fit"]["remedy"]
+    advised = remedy.split("lower experts_per_layer to ")[1].split(",")[0]
+    assert run(*flags, "--experts-per-layer", advised)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        (["--ram", "8GiB", "--experts-per-layer", "20"], "experts-per-layer to"),
+        (["--ram", "8GiB", "--expert-memory", "1GiB"], "expert-memory by"),
+        (["--ram", "8GiB", "--memory", "4GiB"], "memory by"),
+        (["--ram", "9GiB"], "ram by"),
+        (["--gpu-memory", "6GiB", "--ram", "64GiB"], "gpu-memory by"),
+        (["--gpu-memory", "16GiB", "--ram", "16GiB"], "ram by"),
+    ],
+)
+def test_tight_plans_name_the_number_to_change(run: Run, flags: list[str], number: str) -> None:
+    code, out, _ = run("plan", "llada2-mini", *flags, "--json")
+    fit = strict(out)["fit"]
+    assert code == 0 and fit["word"] == "tight" and f"raise {number}" in fit["remedy"]
+
+
+def test_raising_ram_as_advised_holds_what_a_block_wants(run: Run) -> None:
+    first = strict(run("plan", "llada2-mini", "--ram", "9GiB", "--json")[1])
+    more = re.search(r"raise ram by ([0-9.]+) GiB", first["fit"]["remedy"])
+    assert more is not None
+    advised = f"{9 + float(more[1]) + 0.1:.2f}GiB"
+    assert (
+        strict(run("plan", "llada2-mini", "--ram", advised, "--json")[1])["fit"]["word"] == "fits"
+    )
+
+
+# Verdicts and plans
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--ram", "64GiB"], "fits"),
+        (["--ram", "20GiB"], "fits"),
+        (["--ram", "10GiB"], "tight"),
+        (["--gpu-memory", "48GiB", "--ram", "64GiB"], "fits"),
+        (["--gpu-memory", "16GiB", "--ram", "64GiB"], "fits"),
+        (["--gpu-memory", "16GiB", "--ram", "24GiB"], "tight"),
+        (["--gpu-memory", "8GiB", "--ram", "64GiB"], "tight"),
+    ],
+)
+def test_verdicts(run: Run, flags: list[str], word: str) -> None:
+    _, out, _ = run("plan", "llada2-mini", *flags, "--json")
+    view = strict(out)
+    assert view["fit"]["word"] == word
+    assert bool(view["fit"]["remedy"]) == (word == "tight")
+    for name in ("lines", "ram_lines"):
+        lines = [line["bytes"] for line in view["fit"]["plan"].get(name, [])]
+        assert not lines or sum(lines[:-1]) == lines[-1]
+    machine, plan = view["machine"], view["fit"]["plan"]
+    assert plan["total_bytes"] <= (machine["gpu_bytes"] or machine["ram_bytes"])
+    if machine["gpu_bytes"]:
+        assert plan["ram_bytes"] <= machine["ram_bytes"]
+        assert plan["num_pinned"] + plan["num_on_disk"] == plan["num_experts"]
+
+
+def slots_of(name: str, size: int, fixed: dict[str, int]) -> tuple[int, int]:
+    model = open_sizes("llada2-mini")
+    device = "cuda" if name == "gpu_bytes" or "gpu_bytes" in fixed else "cpu"
+    machine = imagine(device, DEFAULT_PROFILE, **{**fixed, name: size})
+    plan = plan_for(model, EngineConfig(), machine, DEFAULT_PROFILE)
+    if isinstance(plan, outlook.GpuMemoryPlan):
+        return plan.gpu.num_slots + plan.gpu.num_staging, plan.num_pinned
+    return plan.num_slots + plan.num_staging, 0
+
+
+@pytest.mark.parametrize(
+    ("name", "fixed"),
+    [
+        ("ram_bytes", {}),
+        ("gpu_bytes", {"ram_bytes": 32 * GIB}),
+        ("ram_bytes", {"gpu_bytes": 16 * GIB}),
+    ],
+)
+def test_more_memory_is_never_fewer_slots(name: str, fixed: dict[str, int]) -> None:
+    found = [slots_of(name, size * GIB // 4, fixed) for size in range(20, 200, 7)]
+    for few, many in zip(found, found[1:], strict=False):
+        assert many[0] >= few[0] and many[1] >= few[1]
+    assert found[0] != found[-1]
+
+
+def test_what_a_machine_lacks_comes_from_the_profile_or_this_one() -> None:
+    machine = imagine("cuda", outlook.load_hardware("testbed-a"))
+    assert machine.gpu_bytes == 32 * GIB
+    assert machine.ram_bytes == 90 * 10**9 - 2 * GIB
+    with pytest.raises(ConfigError, match="--gpu-memory SIZE"):
+        imagine("cuda", DEFAULT_PROFILE)
+    here = imagine("cpu", DEFAULT_PROFILE)
+    assert not here.is_imagined and isinstance(here, Machine)
+    assert imagine("cpu", DEFAULT_PROFILE, ram_bytes=4 * GIB).ram_bytes == 3 * GIB
+
+
+def test_a_short_hardware_name_and_the_cuda_plan_of_the_issue(run: Run) -> None:
+    code, out, _ = run(
+        "plan", "llada2-mini", "--gpu-memory", "16GiB", "--ram", "64GiB", "--hardware", "rtx4090"
+    )
+    assert code == 0
+    for words in ("It fits", "rtx4090-ddr5", "per token", "first token", "experts in pinned RAM"):
+        assert words in out
+    assert "Time per token is forward time" in out.replace("\n", " ")
+
+
+def test_text_is_readable_at_80_columns(run: Run) -> None:
+    _, out, _ = run("plan", "llada2-flash", "--gpu-memory", "24GiB", "--ram", "64GiB")
+    assert max(map(len, out.splitlines())) <= 80 and "\x1b" not in out
+
+
+def test_numbers_come_from_stored_measurements(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "home" / ".cache" / "oled-moe" / "hardware-cpu.json"
+    profiler.save_profile(DEFAULT_PROFILE, path)
+    assert strict(run("plan", "demo", "--json")[1])["hardware_source"] == str(path)
+
+
+# doctor MODEL
+
+
+def test_software_is_measured_on_the_bundled_model() -> None:
+    found = measure_software("cpu")
+    assert 0 < found.layer_s < 10 and 0 <= found.load_s < 10
+
+
+@pytest.fixture
+def quick_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = profiler.Effort(2**21, 64, 2**20, 1, 2, 0.01, 0.2)
+    measure = profiler.measure_hardware
+    monkeypatch.setattr(profiler, "_MIN_WORKING_SET_BYTES", 2**21)
+    monkeypatch.setattr(
+        "oled_moe.inspection.measure_hardware", lambda **given: measure(**given, effort=small)
+    )
+
+
+def test_doctor_predicts_what_it_measured(run: Run, quick_doctor: None, tmp_path: Path) -> None:
+    code, out, _ = run(
+        "doctor", "demo", "--quick", "--device", "cpu", "--directory", str(tmp_path),
+        "--expert-memory", "25%", "--prompt-tokens", "40", "--policy", "oled+", "--json",
+    )  # fmt: skip
+    report = strict(out)
+    assert code == 0
+    view, profile = report["outlook"], report["profile"]
+    assert report["fit"] == view["fit"]
+    assert view["hardware_source"] == "measured now" and view["hardware"] == profile["name"]
+    assert view["prediction"]["prompt_tokens"] == 40 and view["prediction"]["policy"] == "oled+"
+    assert view["cache"]["experts_per_layer"] == pytest.approx(24, abs=1.5)
+    for name in ("memory_read_bytes_per_s", "matrix_flops_per_s", "layer_overhead_s"):
+        assert profile[name] > 0
+    dtypes = {(rate["operation"], rate["dtype"]) for rate in profile["weight_rates"]}
+    assert dtypes == {
+        (operation, dtype) for operation in ("expert", "dense") for dtype in ("bfloat16", "float32")
+    }
+    # plan says the same from what was stored.
+    flags = ("--expert-memory", "25%", "--policy", "oled+", "--prompt-tokens", "40", "--json")
+    stored = strict(run("plan", "demo", *flags)[1])
+    assert stored["hardware"] == profile["name"]
+    assert stored["cache"] == view["cache"]
+
+
+def test_doctor_text(run: Run, quick_doctor: None, tmp_path: Path) -> None:
+    code, out, _ = run(
+        "doctor", "demo", "--quick", "--no-save", "--device", "cpu", "--directory", str(tmp_path)
+    )
+    assert code == 0
+    for words in ("memory reads", "cpu expert bf16", "It fits", "per token", "One forward"):
+        assert words in out
+
+
+def test_doctor_takes_a_model_without_weights(
+    run: Run, quick_doctor: None, index_only: Path, tmp_path: Path
+) -> None:
+    code, out, _ = run(
+        "doctor", str(index_only), "--quick", "--no-save", "--device", "cpu", "--memory", "8GiB",
+        "--hardware", "testbed-a", "--directory", str(tmp_path), "--json",
+    )  # fmt: skip
+    report = strict(out)
+    assert code in (0, 4) and any("are missing" in note for note in report["outlook"]["notes"])
+    assert report["outlook"]["hardware"] == "testbed-a"
+    assert report["measurements"]["hidden_size"] == 2048
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("model", [[], ["demo"]])
+def test_doctor_says_that_cuda_cannot_run_here(run: Run, model: list[str]) -> None:
+    code, out, err = run("doctor", *model, "--device", "cuda", "--quick")
+    assert code in (2, 5) and out == "" and "cuda" in err and err.count("\n") == 1
+    assert run("plan", "demo", "--device", "cuda", "--gpu-memory", "4GiB")[0] == 0
+
+
+def test_help_is_quick_and_lists_the_flags() -> None:
+    program = (
+        "import sys; from oled_moe.cli import main\n"
+        "codes = [main([a, '--help']) for a in ('plan', 'doctor')]\n"
+        "print(codes, [m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
+    )
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.endswith("[0, 0] []\n") and done.stderr == ""
+    assert time.perf_counter() - start < 60
+    for flag in ("--gpu-memory", "--ram", "--hardware", "--prompt-tokens", "--experts-per-layer"):
+        assert flag in done.stdout

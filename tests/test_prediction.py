@@ -1,0 +1,264 @@
+"""Predicted speed: arithmetic by hand, invariants, and what makes a machine faster."""
+
+import functools
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oled_moe.costs import DEFAULT_PROFILE, HardwareProfile, WeightRate
+from oled_moe.errors import ConfigError
+from oled_moe.hardware import load_hardware
+from oled_moe.prediction import (
+    GUESSED_MARGIN,
+    MEASURED_MARGIN,
+    SPEEDS,
+    TEXTS,
+    ModelSizes,
+    Prediction,
+    Residency,
+    Times,
+    predict,
+    speed_word,
+)
+from oled_moe.types import MoeShape
+
+SHAPE = MoeShape(num_layers=2, num_experts=32, top_k=4, expert_bytes=2**20)
+SIZES = ModelSizes(
+    shape=SHAPE,
+    body_bytes=6 * 2**20,
+    head_bytes=4 * 2**20,
+    vocab_size=2048,
+    kv_bytes_per_token=3072,
+    attention_size=3 * 512,
+    dtype="bfloat16",
+)
+ALL = SHAPE.num_experts_total
+
+
+def prediction(
+    num_slots: int = 32,
+    *,
+    device: str = "cpu",
+    hardware: HardwareProfile = DEFAULT_PROFILE,
+    sizes: ModelSizes = SIZES,
+    disk_share: float | None = None,
+    has_cpu_experts: bool = False,
+    **options: Any,
+) -> Prediction:
+    num_staging = 0 if num_slots == sizes.shape.num_experts_total else 2
+    share = (1.0 if device == "cpu" else 0.0) if disk_share is None else disk_share
+    residency = Residency(device, num_slots, num_staging, share, has_cpu_experts)
+    return predict(sizes, residency, hardware, **{"block_length": 16, **options})
+
+
+def is_ordered(found: Prediction) -> bool:
+    ranges = (found.ttft, found.tpot, found.forward)
+    return all(0 < r.low_s <= r.likely_s <= r.high_s < math.inf for r in ranges)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_cpu_experts"),
+    [("cpu", False), ("emulated", True), ("cuda", True), ("cuda", False)],
+)
+@pytest.mark.parametrize("num_slots", [0, 5, 32, ALL])
+def test_ranges_are_ordered_and_json_is_strict(
+    device: str, has_cpu_experts: bool, num_slots: int
+) -> None:
+    hardware = load_hardware("rtx4090-ddr5") if device == "cuda" else DEFAULT_PROFILE
+    found = prediction(num_slots, device=device, hardware=hardware, has_cpu_experts=has_cpu_experts)
+    assert is_ordered(found)
+    assert found.tokens_per_forward[0] < found.tokens_per_forward[1]
+    assert [text.text for text in found.texts] == list(TEXTS)
+    values = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert values["speed"] == found.speed and values["speed_limits_s"]["good"] == 0.1
+
+
+def test_everything_resident_copies_nothing() -> None:
+    found = prediction(ALL)
+    for text in found.texts:
+        assert text.hit_rate == 1 and text.loads_per_forward == 0
+        assert text.forward_low_s <= text.forward_high_s
+    assert {term.lane for term in found.terms} == {"compute"}
+    assert found.bound == "compute"
+
+
+def test_terms_are_the_forward() -> None:
+    found = prediction(32)
+    lanes: dict[str, float] = {}
+    for term in found.terms:
+        lanes[term.lane] = lanes.get(term.lane, 0.0) + term.seconds
+        if term.bytes_per_s is not None:
+            assert term.num_bytes == pytest.approx(term.bytes_per_s * term.seconds, rel=1e-3, abs=1)
+    assert set(lanes) == {"compute", "disk"}
+    typical = found.typical
+    # Means of maxima are no less than the maximum of means.
+    assert typical.forward_low_s >= max(lanes.values()) * (1 - 1e-9)
+    # Commits come on top of what a forward takes at most.
+    assert typical.forward_high_s >= sum(lanes.values()) * (1 - 1e-9)
+
+
+def test_lanes_by_hand() -> None:
+    rates = {"memory_read_bytes_per_s": 1e10, "matrix_flops_per_s": 1e12}
+    times = Times(SIZES, Residency("cpu", 32, 2), replace(DEFAULT_PROFILE, **rates))
+    # One row reads 2**20 bytes; at 200 rows, 2**19 weights of two operations each decide.
+    assert times.experts_s([1]) == pytest.approx(2**20 / 1e10)
+    assert times.experts_s([200]) == pytest.approx(200 * 2 * 2**19 / 1e12)
+    assert times.experts_s([1, 200]) == pytest.approx(times.experts_s([1]) + times.experts_s([200]))
+    assert times.body_s(1) == pytest.approx(6 * 2**20 / 1e10)
+    assert times.copy_s == pytest.approx(1e-4 + 2**20 / 1e9)
+    assert times.head_s(0) == 0
+
+
+def test_affine_times_where_nothing_else_is_known() -> None:
+    times = Times(SIZES, Residency("cpu", 32, 2), DEFAULT_PROFILE)
+    expected = 2**20 / 1.5e10 + 3 * 2**20 / 2e11
+    assert times.experts_s([3]) == pytest.approx(expected)
+
+
+def test_measured_rates_win_and_are_interpolated() -> None:
+    rates = tuple(
+        WeightRate("cpu", "expert", "bfloat16", rows, 2**20 / seconds)
+        for rows, seconds in ((1, 1e-3), (4, 2e-3), (8, 4e-3))
+    )
+    times = Times(SIZES, Residency("cpu", 32, 2), replace(DEFAULT_PROFILE, weight_rates=rates))
+    assert times.experts_s([1]) == pytest.approx(1e-3)
+    assert times.experts_s([6]) == pytest.approx(3e-3)
+    # Beyond the last, along the last line.
+    assert times.experts_s([16]) == pytest.approx(8e-3)
+    # Another dtype's rates are not ours.
+    fp32 = replace(SIZES, dtype="float32")
+    other = Times(fp32, Residency("cpu", 32, 2), replace(DEFAULT_PROFILE, weight_rates=rates))
+    assert other.experts_s([1]) != pytest.approx(1e-3)
+
+
+def test_a_gpu_profile_reads_from_disk_on_the_cpu() -> None:
+    hardware = load_hardware("rtx4090-ddr5")
+    cpu = Times(SIZES, Residency("cpu", 32, 2), hardware)
+    assert cpu.copy_s == pytest.approx(2**20 / hardware.disk_direct_bytes_per_s)
+    cuda = Times(SIZES, Residency("cuda", 32, 2, disk_share=0.5), hardware)
+    assert cuda.copy_s < cpu.copy_s
+    assert cuda.disk_s == pytest.approx(cpu.copy_s / 2)
+    assert cuda.experts_s([1]) < cpu.experts_s([1])
+
+
+# What is better is never slower
+
+
+@pytest.mark.parametrize("policy", ["naive-lru", "oled", "oled+"])
+def test_more_slots_are_never_slower(policy: str) -> None:
+    found = [prediction(slots, policy=policy) for slots in (4, 16, 32, 48, ALL)]
+    for few, many in zip(found, found[1:], strict=False):
+        for name in ("tpot", "forward"):
+            for end in ("low_s", "likely_s", "high_s"):
+                assert getattr(getattr(many, name), end) <= getattr(getattr(few, name), end) * 1.01
+
+
+baseline = functools.cache(functools.partial(prediction, policy="naive-lru"))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from(["copy_bytes_per_s", "cpu_weight_bytes_per_s", "cpu_token_weight_bytes_per_s"]),
+    st.floats(1.5, 20),
+    st.sampled_from([0, 7, 32, ALL]),
+)
+def test_faster_parts_are_never_slower(name: str, factor: float, num_slots: int) -> None:
+    before = baseline(num_slots)
+    faster = replace(DEFAULT_PROFILE, **{name: factor * getattr(DEFAULT_PROFILE, name)})
+    after = prediction(num_slots, policy="naive-lru", hardware=faster)
+    for range_name in ("ttft", "tpot", "forward"):
+        for end in ("low_s", "likely_s", "high_s"):
+            new, old = getattr(after, range_name), getattr(before, range_name)
+            assert getattr(new, end) <= getattr(old, end) * (1 + 1e-9)
+
+
+def test_longer_prompts_wait_longer() -> None:
+    waits = [prediction(prompt_tokens=n).ttft.likely_s for n in (1, 16, 64, 4096, 20_000)]
+    assert waits == sorted(waits) and waits[-1] > 3 * waits[-2]
+
+
+def test_experts_on_disk_cost() -> None:
+    hardware = load_hardware("rtx4090-ddr5")
+    times = [
+        prediction(device="cuda", hardware=hardware, disk_share=share).tpot.high_s
+        for share in (0.0, 0.3, 1.0)
+    ]
+    assert times == sorted(times) and times[0] < times[2]
+
+
+def test_margins_say_how_well_a_machine_is_known() -> None:
+    guessed = prediction(ALL)
+    measured = prediction(ALL, hardware=replace(DEFAULT_PROFILE, is_measured=True))
+    disturbed = prediction(
+        ALL, hardware=replace(DEFAULT_PROFILE, is_measured=True, is_disturbed=True)
+    )
+    assert guessed.margin == GUESSED_MARGIN > disturbed.margin > measured.margin == MEASURED_MARGIN
+    assert guessed.tpot.likely_s == measured.tpot.likely_s
+    assert guessed.tpot.low_s < measured.tpot.low_s < measured.tpot.high_s < guessed.tpot.high_s
+    assert disturbed.notes and "busy" in disturbed.notes[0] and not measured.notes
+
+
+def test_speed_words() -> None:
+    assert [word for _, word in SPEEDS] == ["fast", "good", "usable"]
+    assert [speed_word(t) for t in (0.0, 0.02, 0.021, 0.1, 0.5, 0.51)] == [
+        "fast", "fast", "good", "good", "usable", "slow",
+    ]  # fmt: skip
+
+
+# Other shapes and policies
+
+
+@pytest.mark.parametrize("policy", ["fiddler", "ktransformers", "tide", "oled+prefetch"])
+def test_policies_of_every_kind(policy: str) -> None:
+    assert is_ordered(prediction(16, policy=policy))
+
+
+def test_a_policy_that_needs_more_than_traces_hold_is_replaced() -> None:
+    found = prediction(16, policy="finemoe")
+    assert found.policy == "oled" and "oled" in found.notes[0] and "finemoe" in found.notes[0]
+
+
+@pytest.mark.parametrize("policy", ["no-such", "oled:decay=x", "belady:"])
+def test_bad_policies_are_config_errors(policy: str) -> None:
+    with pytest.raises(ConfigError):
+        prediction(policy=policy)
+
+
+@pytest.mark.parametrize("changes", [{"prompt_tokens": 0}, {"block_length": 65}])
+def test_bad_numbers_are_named(changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes)).replace("prompt_", "prompt-")):
+        prediction(**changes)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MoeShape(1, 1, 1, 4096),
+        MoeShape(1, 8, 8, 4096),
+        MoeShape(64, 16, 2, 4096),
+        MoeShape(2, 128, 8, 32 * 2**20),
+    ],
+)
+def test_odd_shapes(shape: MoeShape) -> None:
+    found = prediction(shape.num_experts_total // 2, sizes=replace(SIZES, shape=shape))
+    assert is_ordered(found)
+    assert 0 < found.typical.active_per_layer <= shape.num_experts
+    is_large = shape.expert_bytes > 2**24
+    assert ("flash" in found.routing) == is_large
+
+
+def test_layers_count_in_full() -> None:
+    """Only a few layers are replayed; time and loads are those of all."""
+    deep = replace(SIZES, shape=MoeShape(40, 32, 4, 2**20), body_bytes=0, head_bytes=0)
+    shallow = replace(SIZES, shape=MoeShape(4, 32, 4, 2**20), body_bytes=0, head_bytes=0)
+    loads = [
+        prediction(sizes.shape.num_layers * 16, sizes=sizes, policy="naive-lru").typical
+        for sizes in (deep, shallow)
+    ]
+    assert loads[0].loads_per_forward == pytest.approx(10 * loads[1].loads_per_forward)
+    assert loads[0].hit_rate == pytest.approx(loads[1].hit_rate)
