@@ -136,6 +136,7 @@ def run_shape(run: ShapeRun) -> int:
         from oled_moe.replay_bench import (
             check_cases,
             check_length,
+            num_replayed,
             run_replay_bench,
             shape_of_config,
             warmup_for,
@@ -145,7 +146,7 @@ def run_shape(run: ShapeRun) -> int:
         cases = check_cases(run.policies, capacities, experts)
         most_warmup = MAX_WARMUP if run.warmup is None else run.warmup
         spec = flags.replay or f"synth:{shape.preset}:block={DEFAULT_BLOCK}"
-        replay = load_replay(spec, experts, num_forwards=forwards + most_warmup)
+        replay = load_replay(spec, experts, num_forwards=num_replayed(forwards, most_warmup))
         warmup = warmup_for(replay.trace, capacities) if run.warmup is None else run.warmup
         check_length(replay, forwards, warmup)
 

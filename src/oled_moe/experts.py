@@ -338,16 +338,15 @@ class OffloadedExperts:
 
     def _combine(self, pending: PendingLayer, weights_TK: Tensor) -> Tensor:
         """Σ weight · output per token, fp32, in ascending expert id whatever the router's order."""
-        num_tokens, top_k = weights_TK.shape
-        place_of = np.empty_like(pending.order_N)
-        place_of[pending.order_N] = np.arange(len(place_of))
-        # Rows lie in ascending expert id, so a token's rows in ascending place are in that order
-        # too. Sorted by place: which of a token's choices, and its row.
-        place_TK = place_of.reshape(num_tokens, top_k)
-        choice_TK = np.argsort(place_TK, axis=1)
-        indices = np.stack((choice_TK, np.take_along_axis(place_TK, choice_TK, axis=1)))
-        choices, places = self._link.to_device(torch.from_numpy(indices))
-        return combine(pending.out_ND, places, weights_TK.gather(1, choices))
+        top_k = weights_TK.shape[1]
+        # Rows lie in ascending expert id; grouped by token, each token's are in that order too.
+        places_N = np.argsort(pending.order_N // top_k, kind="stable")
+        both = np.stack((places_N, pending.order_N[places_N]))
+        places, choices = self._link.to_device(torch.from_numpy(both))
+        weights = weights_TK.flatten().index_select(0, choices)
+        return combine(
+            pending.out_ND, places.view(weights_TK.shape), weights.view(weights_TK.shape)
+        )
 
     def _abandon(self) -> None:
         """Let everything under way end, then forget the layer: a slot may hold half an expert.

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oled_moe.kernels.linear import linear
-from oled_moe.kernels.rows import choose
+from oled_moe.kernels.rows import attend, choose, router_logits
+from oled_moe.kernels.rows import rms_norm as rms_norm
+from oled_moe.kernels.rows import router_weight as router_weight
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.types import ForwardContext
 
@@ -137,16 +139,6 @@ def best_tokens(logits_NV: Tensor, banned_id: int) -> tuple[Tensor, Tensor, Tens
     return choose(logits_NV, banned_id)
 
 
-def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise over the last dimension in fp32, cast back, then scale in the input's dtype.
-
-    Source: models.md 2.1 (LLaDA2's order of cast and scale).
-    """
-    wide = hidden.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return normed.to(hidden.dtype) * weight
-
-
 def rotary_table(
     num_positions: int,
     rotary_size: int,
@@ -225,6 +217,8 @@ def block_attention(
 def _attend(
     queries_TQH: Tensor, keys_GSH: Tensor, values_GSH: Tensor, mask_TS: Tensor | None
 ) -> Tensor:
+    if mask_TS is None:
+        return attend(queries_TQH, keys_GSH, values_GSH)
     out_QTH = F.scaled_dot_product_attention(
         queries_TQH.transpose(0, 1)[None],
         keys_GSH[None],
@@ -255,7 +249,7 @@ def grouped_sigmoid_router(
     The bias takes part in the selection alone; weights are sigmoids, normalised when K > 1.
     Source: models.md 2.2.
     """
-    scores_TE = torch.sigmoid(F.linear(hidden_TD.float(), weight_ED.float()))
+    scores_TE = torch.sigmoid(router_logits(hidden_TD, weight_ED))
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E.float()
     if num_kept_groups < num_groups:
         grouped = choice_TE.view(len(choice_TE), num_groups, -1)

@@ -179,7 +179,8 @@ class ReplayedForward:
     """One forward as it went.
 
     `num_prefetched`: copies ahead asked for; `num_filled`: slots that held an expert at some time
-    so far. Units: seconds.
+    so far; `num_pauses`: how often the replay had paused before it, `is_after_pause`: just then.
+    Units: seconds.
     """
 
     phase: Phase
@@ -191,6 +192,8 @@ class ReplayedForward:
     num_prefetched: int
     num_accepted: int
     num_filled: int
+    num_pauses: int = 0
+    is_after_pause: bool = False
 
 
 @dataclass(slots=True)
@@ -224,22 +227,30 @@ class Replayer:
         self._observed = _Observed()
 
     def run(
-        self, num_forwards: int, counters: Callable[[int], ExpertCounters | None] | None = None
+        self,
+        num_forwards: int,
+        counters: Callable[[int], ExpertCounters | None] | None = None,
+        pause: Callable[[int], bool] | None = None,
     ) -> list[ReplayedForward]:
         """Run until `num_forwards` denoising forwards are done.
 
-        `counters(index)` names who counts the forward of that index, if anybody.
+        `counters(index)` names who counts the forward of that index, if anybody. `pause(index)` may
+        take its time before a forward and says whether it did; no clock runs meanwhile.
         """
         forwards = self._first(num_forwards)
         inputs = [self._inputs(forward) for forward in forwards]
         experts = self._engine.experts
         observed: list[_Observed] = []
         times: list[tuple[float, float, int]] = []
+        paused: list[bool] = []
         experts.observers.append(self._observe)
         experts.copy_observers.append(self._observe_ahead)
         last_s, last_planning_s = perf_counter(), experts.planning_s
         try:
-            for forward, token_ids in zip(forwards, inputs, strict=True):
+            for index, (forward, token_ids) in enumerate(zip(forwards, inputs, strict=True)):
+                paused.append(pause is not None and pause(index))
+                if paused[-1]:
+                    last_s = perf_counter()
                 self._observed = _Observed()
                 observed.append(self._observed)
                 self._forward(forward, token_ids)
@@ -254,7 +265,9 @@ class Replayer:
         done = []
         for index, (forward, seen, taken) in enumerate(zip(forwards, observed, times, strict=True)):
             counter = counters(index) if counters is not None else None
-            done.append(self._summary(forward, seen, taken, counter))
+            summary = self._summary(forward, seen, taken, counter)
+            num_pauses = sum(paused[: index + 1])
+            done.append(replace(summary, num_pauses=num_pauses, is_after_pause=paused[index]))
         return done
 
     def _first(self, num_denoise: int) -> list[TraceForward]:

@@ -8,7 +8,7 @@ import math
 import resource
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,16 @@ from oled_moe.replay import (
     num_warmup_forwards,
     positions_of_requests,
 )
-from oled_moe.roofline import Bound, Effort, Limits, ModelWork, measure_limits
+from oled_moe.roofline import Bound, Effort, LimitProbe, Limits, ModelWork, measure_limits
 from oled_moe.sizing import slots_of_layers
 from oled_moe.store import ExpertLayout
 from oled_moe.traces import RoutingTrace
 from oled_moe.types import MoeShape, Phase
 
 FORMAT_VERSION = 1
+# Limits are measured again before the first counted forward and behind each so many; the forward
+# after a measurement is not counted, since copies ahead had time that decoding would not give.
+_FORWARDS_PER_PAUSE = 5
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -77,6 +80,8 @@ class ReplayRun:
     case: ReplayCase
     plan: MemoryPlan
     forwards: tuple[ReplayedForward, ...]
+    bounds: tuple[Bound, ...]
+    samples: tuple[Limits, ...]
     num_warmup: int
     is_cache_full: bool
     hit_rate: float
@@ -93,10 +98,18 @@ class ReplayRun:
 
     def to_dict(self, model: ModelWork, limits: Limits) -> dict[str, Any]:
         """Plain JSON values under the names of interfaces.md 1; times and bytes are those of
-        forwards that denoise unless a name says otherwise. `*_per_forward`: means."""
+        forwards that denoise unless a name says otherwise. `*_per_forward`: means.
+
+        `roofline_ratio` is the median over forwards of time over bound, each by the limits measured
+        just before or after; `roofline_ratio_best` by the best limits of the whole call.
+        """
         denoised = self.of_phase(Phase.DENOISE)
         seconds = [forward.seconds for forward in denoised]
-        bounds = [model.bound(forward.work, limits) for forward in denoised]
+        pairs = zip(self.forwards, self.bounds, strict=True)
+        bounds = [bound for forward, bound in pairs if forward.phase == Phase.DENOISE]
+        ratios = [took / bound.seconds for took, bound in zip(seconds, bounds, strict=True)]
+        best = [model.bound(forward.work, limits).seconds for forward in denoised]
+        ratio = median_interval(ratios)
         interval, duration_s = median_interval(seconds), sum(f.seconds for f in self.forwards)
         roofline_s = statistics.median(bound.seconds for bound in bounds)
         expert_bytes = self.copied_expert_bytes
@@ -135,7 +148,11 @@ class ReplayRun:
             ),
             "cpu_expert_runs_per_forward": _mean([f.num_cpu_runs for f in denoised]),
             "roofline_s": roofline_s,
-            "roofline_ratio": interval.median / roofline_s,
+            "roofline_ratio": ratio.median,
+            "roofline_ratio_ci": [ratio.low, ratio.high],
+            "roofline_ratio_best": interval.median / statistics.median(best),
+            "read_samples_bytes_per_s": [sample.read.bytes_per_s for sample in self.samples],
+            "disk_samples_bytes_per_s": [sample.disk.bytes_per_s for sample in self.samples],
             "roofline_compute_s": statistics.median(bound.compute_s for bound in bounds),
             "roofline_copy_s": statistics.median(bound.copy_s for bound in bounds),
             "bound": _deciding(bounds),
@@ -231,11 +248,17 @@ def warmup_for(trace: RoutingTrace, capacities: Sequence[float]) -> int:
     return num_warmup_forwards(trace, [max(partial)] * trace.num_moe_layers)
 
 
+def num_replayed(num_forwards: int, num_warmup: int) -> int:
+    """How many denoising forwards are run for so many that count."""
+    return num_warmup + num_forwards + -(-num_forwards // _FORWARDS_PER_PAUSE)
+
+
 def check_length(replay: Replay, num_forwards: int, num_warmup: int) -> None:
     """Raises: ConfigError for a trace that has too few forwards."""
-    if replay.num_denoise_forwards < num_forwards + num_warmup:
+    num_others = num_replayed(num_forwards, num_warmup) - num_forwards
+    if replay.num_denoise_forwards < num_forwards + num_others:
         raise ConfigError(
-            f"forwards is {num_forwards}, behind {num_warmup} of warm-up; allowed: "
+            f"forwards is {num_forwards}, beside {num_others} that are not counted; allowed: "
             f"{replay.num_denoise_forwards} together, the denoising forwards of the trace; give a "
             "longer one, or lower --forwards"
         )
@@ -257,7 +280,7 @@ def run_replay_bench(
 
     `num_forwards` denoising forwards count, behind `num_warmup` that do not (None: as `warmup_for`
     says). Every other repetition goes through the cases backwards. Limits are measured before and
-    after; the better of both holds.
+    after, and memory and disk again every few forwards.
 
     Raises: ConfigError, DoesNotFitError; TraceError for a trace that cannot be replayed.
     """
@@ -279,7 +302,7 @@ def run_replay_bench(
                 f"{case.policy} at {case.experts_per_layer:g} experts per layer, repetition "
                 f"{repetition} of {repetitions}"
             )
-            done[case].append(bench.run(case))
+            done[case].append(bench.run(case, limits, effort))
     limits = limits.better_of(bench.measure(effort, say))
     setup = {
         "format_version": FORMAT_VERSION,
@@ -360,7 +383,7 @@ class _ReplayBench:
         )
         self._config = replace(self._config, hardware=profile)
 
-    def run(self, case: ReplayCase) -> ReplayRun:
+    def run(self, case: ReplayCase, limits: Limits, effort: Effort | None) -> ReplayRun:
         """One engine, opened, driven and closed again."""
         gc.collect()
         _reset_peak()
@@ -368,17 +391,28 @@ class _ReplayBench:
         counters, first = ExpertCounters(), self._first_counted
         with Engine(self._checkpoint, config) as engine:
             self.facts = self.facts or _facts(engine, self._checkpoint)
-            forwards = Replayer(engine, self._trace, seed=config.seed).run(
-                self._num_warmup + self._num_forwards,
-                lambda index: counters if index >= first else None,
+            pauses = _Pauses(
+                LimitProbe(self._checkpoint, limits, engine.experts.pool.arena.memory, effort),
+                self._trace,
+                first,
             )
+            with closing(pauses):
+                forwards = Replayer(engine, self._trace, seed=config.seed).run(
+                    num_replayed(self._num_forwards, self._num_warmup),
+                    lambda index: counters if index >= first else None,
+                    pauses,
+                )
+                pauses.sample()
             plan, pool = engine.memory_plan, engine.experts.pool
             peak_rss_bytes = _peak_rss_bytes()
             num_filled = forwards[first - 1].num_filled if first else 0
+            counted = [forward for forward in forwards[first:] if not forward.is_after_pause]
             run = ReplayRun(
                 case=case,
                 plan=plan,
-                forwards=tuple(forwards[first:]),
+                forwards=tuple(counted),
+                bounds=tuple(self.model.bound(f.work, pauses.around(f)) for f in counted),
+                samples=tuple(pauses.samples),
                 num_warmup=first,
                 is_cache_full=num_filled >= plan.num_slots,
                 hit_rate=counters.hit_rate.mean(),
@@ -395,12 +429,45 @@ class _ReplayBench:
         return run
 
 
+class _Pauses:
+    """Measures limits before the first counted forward, and every few denoising ones from there.
+
+    `first`: index of the forward that counting begins with.
+    """
+
+    def __init__(self, probe: LimitProbe, trace: RoutingTrace, first: int) -> None:
+        self._probe = probe
+        is_denoise = [forward.context.is_denoise for forward in trace.forwards()]
+        counted = [index for index, flag in enumerate(is_denoise) if flag and index >= first]
+        self._at = set(counted[:: _FORWARDS_PER_PAUSE + 1])
+        self.samples: list[Limits] = []
+
+    def __call__(self, index: int) -> bool:
+        if index not in self._at:
+            return False
+        self.sample()
+        return True
+
+    def sample(self) -> None:
+        self.samples.append(self._probe.sample())
+
+    def around(self, forward: ReplayedForward) -> Limits:
+        """The better of the limits measured before a forward and after it."""
+        before = self.samples[max(0, forward.num_pauses - 1)]
+        return before.better_of(self.samples[forward.num_pauses])
+
+    def close(self) -> None:
+        self._probe.close()
+
+
 def _merged(runs: Sequence[ReplayRun]) -> ReplayRun:
     """The repetitions of a case as one run: forwards together, ratios averaged, peaks at most."""
     num = len(runs)
     return replace(
         runs[0],
         forwards=tuple(forward for run in runs for forward in run.forwards),
+        bounds=tuple(bound for run in runs for bound in run.bounds),
+        samples=tuple(sample for run in runs for sample in run.samples),
         is_cache_full=all(run.is_cache_full for run in runs),
         hit_rate=sum(run.hit_rate for run in runs) / num,
         expert_cache_utilization=sum(run.expert_cache_utilization for run in runs) / num,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -338,6 +338,57 @@ def _measure_read(effort: Effort, num_threads: int, notes: list[str]) -> list[Re
 
 def _sum_all(pool: ThreadPoolExecutor, parts: Sequence["np.ndarray[Any, Any]"]) -> int:
     return sum(int(part) for part in pool.map(np.sum, parts))
+
+
+class LimitProbe:
+    """Measures again, in moments between forwards, what `limits` found best at the start.
+
+    What else runs on a machine, and on the one below it where it is virtual, changes memory and
+    disk rates by half from second to second: a forward is set against the rates around it.
+    `memory` is what is read, the slots of the experts. On a GPU there is nothing to repeat.
+    """
+
+    def __init__(
+        self, checkpoint: Path, limits: Limits, memory: Tensor, effort: Effort | None = None
+    ) -> None:
+        self._effort = effort or Effort()
+        self._limits = limits
+        self._checkpoint = Checkpoint.open(checkpoint)
+        self._random = np.random.default_rng()
+        self._numbers: Tensor | None = None
+        if memory.device.type == "cpu":
+            num_bytes = min(memory.numel(), self._effort.working_set_bytes) // 8 * 8
+            self._numbers = memory.view(-1)[:num_bytes].view(torch.int64)
+        self._store = None
+        if limits.link is None:
+            self._store = open_experts(self._checkpoint, method=limits.disk.method)
+
+    def sample(self) -> Limits:
+        """The limits with memory and disk rates of this moment."""
+        read, disk = self._limits.read, self._limits.disk
+        if self._numbers is not None and self._numbers.numel():
+            with _kept_threads():
+                torch.set_num_threads(read.num_threads)
+                times = _repeat(self._read_once, 2)
+            num_bytes = self._numbers.nbytes
+            read = replace(read, bytes_per_s=num_bytes / min(times), working_set_bytes=num_bytes)
+        if self._store is not None:
+            disk = _disk_limit(
+                self._checkpoint, self._store, disk.queue_depth, self._effort, self._random
+            )
+        return replace(self._limits, read=read, disk=disk)
+
+    def _read_once(self) -> None:
+        assert self._numbers is not None
+        native = native_kernels()
+        if self._limits.read.method == "native read" and native is not None:
+            native.read(self._numbers, self._limits.read.num_threads)
+        else:
+            self._numbers.sum()
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
 
 
 def _measure_gpu_read(effort: Effort, notes: list[str]) -> ReadLimit:

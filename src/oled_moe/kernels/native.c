@@ -45,7 +45,7 @@
 #endif
 
 /* Raised with every change of what native.py calls, or of what it expects of a call. */
-#define ABI_VERSION 2
+#define ABI_VERSION 5
 /* The first 8 bytes of the SHA-256 of this file, from setup.py: no old build is used by mistake. */
 #ifndef SOURCE_ID
 #define SOURCE_ID 0
@@ -99,6 +99,10 @@ typedef struct {
                     const float *weights, int num_places);
     int (*choose)(const float *logits, size_t num_logits, size_t banned, int64_t *best,
                   float *probability);
+    void (*norm)(uint16_t *out, const uint16_t *x, const uint16_t *weight, size_t width, float eps);
+    void (*attend)(float *state, float *scores, const uint16_t *values, size_t head_size,
+                   float scale, int num_rows, int num_keys);
+    void (*store_attention)(uint16_t *out, const float *state, size_t head_size);
 } Kernels;
 
 /* ---- rows in tiles --------------------------------------------------------------------------- */
@@ -277,6 +281,87 @@ INLINE int choose_best(const float *logits, size_t num_logits, size_t banned, in
     return check == 0.0f;
 }
 
+/* x / sqrt(mean(x^2) + eps), rounded, times weight, rounded again. */
+INLINE void norm_row(uint16_t *out, const uint16_t *x, const uint16_t *weight, size_t width,
+                     float eps) {
+    float sums[LANES] = {0};
+    size_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        for (int l = 0; l < LANES; l++) sums[l] += widen(x[i + l]) * widen(x[i + l]);
+    for (; i < width; i++) sums[0] += widen(x[i]) * widen(x[i]);
+    for (int l = 1; l < LANES; l++) sums[0] += sums[l];
+    float scale = 1.0f / __builtin_sqrtf(sums[0] / (float)width + eps);
+    for (i = 0; i < width; i++)
+        out[i] = narrow(widen(narrow(widen(x[i]) * scale)) * widen(weight[i]));
+}
+
+#define F32_LANES 16
+#define F32_ROWS 4
+typedef float Float16 __attribute__((vector_size(64)));
+
+/* Attention of a few rows: keys come in blocks, and what is known after each is kept in `state`:
+ * for each row the largest score so far, the sum of exponentials, and the weighted values. */
+#define MAX_HEAD_SIZE 256
+#define VALUE_LANES 64
+#define STATE_STRIDE(head_size) (2 + round_up(head_size, VALUE_LANES))
+
+INLINE void weigh_values(float *state, size_t stride, const float *p, const float *values,
+                         size_t width, const int num_rows, int num_keys) {
+    for (size_t c = 0; c < width; c += VALUE_LANES) {
+        Float16 sums[F32_ROWS][VALUE_LANES / F32_LANES];
+        for (int t = 0; t < num_rows; t++) memcpy(sums[t], state + t * stride + 2 + c, sizeof *sums);
+        for (int j = 0; j < num_keys; j++) {
+            Float16 value[VALUE_LANES / F32_LANES];
+            memcpy(value, values + j * width + c, sizeof value);
+            for (int t = 0; t < num_rows; t++)
+                for (int v = 0; v < VALUE_LANES / F32_LANES; v++)
+                    sums[t][v] += value[v] * p[t * BLOCK_STRIDE + j];
+        }
+        for (int t = 0; t < num_rows; t++) memcpy(state + t * stride + 2 + c, sums[t], sizeof *sums);
+    }
+}
+
+/* One block of keys: scores [rows][BLOCK_STRIDE] become weights, values [keys, head_size] are
+ * added. */
+INLINE void attend_block(float *state, float *scores, const uint16_t *values, size_t head_size,
+                         float scale, int num_rows, int num_keys) {
+    size_t width = round_up(head_size, VALUE_LANES), stride = STATE_STRIDE(head_size);
+    float wide[BLOCK * MAX_HEAD_SIZE];
+    for (int j = 0; j < num_keys; j++) {
+        for (size_t i = 0; i < head_size; i++) wide[j * width + i] = widen(values[j * head_size + i]);
+        for (size_t i = head_size; i < width; i++) wide[j * width + i] = 0.0f;
+    }
+    for (int t = 0; t < num_rows; t++) {
+        float *row = state + t * stride, *p = scores + t * BLOCK_STRIDE;
+        float largest = row[0], sum = 0.0f;
+        for (int j = 0; j < num_keys; j++) {
+            p[j] *= scale;
+            largest = p[j] > largest ? p[j] : largest;
+        }
+        for (int j = num_keys; j < BLOCK; j++) p[j] = -3.40282347e38f;
+        for (int j = 0; j < BLOCK; j++) p[j] = exponential(p[j] - largest);
+        for (int j = 0; j < num_keys; j++) sum += p[j];
+        float shrink = exponential(row[0] - largest);
+        if (row[0] != largest)
+            for (size_t i = 1; i < 2 + width; i++) row[i] *= shrink;
+        row[0] = largest;
+        row[1] += sum;
+    }
+    for (int t = 0; t < num_rows; t += F32_ROWS) {
+        float *rows = state + t * stride, *p = scores + t * BLOCK_STRIDE;
+        switch (num_rows - t) {
+        case 1: weigh_values(rows, stride, p, wide, width, 1, num_keys); break;
+        case 2: weigh_values(rows, stride, p, wide, width, 2, num_keys); break;
+        case 3: weigh_values(rows, stride, p, wide, width, 3, num_keys); break;
+        default: weigh_values(rows, stride, p, wide, width, F32_ROWS, num_keys);
+        }
+    }
+}
+
+INLINE void store_attention_row(uint16_t *out, const float *state, size_t head_size) {
+    for (size_t i = 0; i < head_size; i++) out[i] = narrow(state[2 + i] / state[1]);
+}
+
 #define BLOCK_FUNCTIONS(suffix, attributes)                                                        \
     attributes static void swiglu_##suffix(uint16_t *hidden, size_t stride, const float *gate,     \
                                            const float *up, int num_rows, int num_outputs) {       \
@@ -300,6 +385,19 @@ INLINE int choose_best(const float *logits, size_t num_logits, size_t banned, in
     attributes static int choose_##suffix(const float *logits, size_t num_logits, size_t banned,   \
                                           int64_t *best, float *probability) {                     \
         return choose_best(logits, num_logits, banned, best, probability);                         \
+    }                                                                                              \
+    attributes static void norm_##suffix(uint16_t *out, const uint16_t *x, const uint16_t *weight, \
+                                         size_t width, float eps) {                                \
+        norm_row(out, x, weight, width, eps);                                                      \
+    }                                                                                              \
+    attributes static void attend_##suffix(float *state, float *scores, const uint16_t *values,    \
+                                           size_t head_size, float scale, int num_rows,            \
+                                           int num_keys) {                                         \
+        attend_block(state, scores, values, head_size, scale, num_rows, num_keys);                 \
+    }                                                                                              \
+    attributes static void store_attention_##suffix(uint16_t *out, const float *state,             \
+                                                    size_t head_size) {                            \
+        store_attention_row(out, state, head_size);                                                \
     }
 
 /* `dots` of an instruction set: outputs in tiles of TILE_OUTPUTS, rows in tiles of which each is
@@ -340,12 +438,16 @@ INLINE int choose_best(const float *logits, size_t num_logits, size_t banned, in
         }                                                                                          \
     }
 
-/* Asks for `num_ahead` lines of as many rows of weights, the share of the step at place `i`. One
+/* Weights are used once: they are kept out of the caches that everything else lives by.
+ * Asks for `num_ahead` lines of as many rows of weights, the share of the step at place `i`. One
  * tile alone asks in the order of memory, which is fastest; several ask for rows side by side. */
 INLINE void ask_for(const uint16_t *ahead, const int num_ahead, size_t k, size_t i) {
     for (int n = 0; n < num_ahead; n++) {
         size_t place = num_ahead == TILE_OUTPUTS ? i * TILE_OUTPUTS + n * LINE : n * k + i;
-        __builtin_prefetch(ahead + place, 0, 3);
+        if (num_ahead == TILE_OUTPUTS)
+            __builtin_prefetch(ahead + place, 0, 0);
+        else
+            __builtin_prefetch(ahead + place, 0, 3);
     }
 }
 
@@ -422,6 +524,7 @@ BLOCK_FUNCTIONS(generic, )
 static const Kernels GENERIC = {
     GENERIC_TILE_ROWS, GENERIC_STEP, sizeof(float), lay_out_generic, dots_generic,
     swiglu_generic, store_bf16_generic, store_f32_generic, combine_generic, choose_generic,
+    norm_generic, attend_generic, store_attention_generic,
 };
 
 #if HAS_X86
@@ -490,6 +593,7 @@ BLOCK_FUNCTIONS(avx2, AVX2)
 static const Kernels AVX2_KERNELS = {
     AVX2_TILE_ROWS, AVX2_STEP, sizeof(float), lay_out_avx2, dots_avx2,
     swiglu_avx2, store_bf16_avx2, store_f32_avx2, combine_avx2, choose_avx2,
+    norm_avx2, attend_avx2, store_attention_avx2,
 };
 
 #if HAS_AVX512_BF16
@@ -571,6 +675,7 @@ BLOCK_FUNCTIONS(avx512, AVX512)
 static const Kernels AVX512_KERNELS = {
     AVX512_TILE_ROWS, AVX512_STEP, sizeof(uint16_t), lay_out_avx512, dots_avx512,
     swiglu_avx512, store_bf16_avx512, store_f32_avx512, combine_avx512, choose_avx512,
+    norm_avx512, attend_avx512, store_attention_avx512,
 };
 
 #endif /* HAS_AVX512_BF16 */
@@ -1156,6 +1261,114 @@ EXPORT int oled_choose(const float *logits, int64_t num_rows, int64_t num_logits
     perform(&choose.job, call.memory, call.num_threads);
     end_call(&call);
     return choose.num_bad;
+}
+
+typedef struct {
+    Job job;
+    const uint16_t *x, *weight;
+    uint16_t *out;
+    int64_t num_rows, num_weights, rows_of_task;
+    size_t width;
+    float eps;
+} Norm;
+
+static void run_norm(Job *job, int64_t task, Scratch *scratch) {
+    (void)scratch;
+    Norm *p = (Norm *)job;
+    int64_t end = smaller((task + 1) * p->rows_of_task, p->num_rows);
+    for (int64_t row = task * p->rows_of_task; row < end; row++)
+        job->kernels->norm(p->out + row * p->width, p->x + row * p->width,
+                           p->weight + row % p->num_weights * p->width, p->width, p->eps);
+}
+
+/* Root-mean-square norm of rows [N, D] in bfloat16; weights [W, D] take turns. */
+EXPORT int oled_norm(const void *x, const void *weight, void *out, int64_t num_rows,
+                     int64_t num_weights, int64_t width, float eps, int isa, int num_threads) {
+    const Kernels *kernels = kernels_of(isa);
+    if (!kernels) return ERROR_ISA;
+    int64_t rows_of_task = 1 + 16384 / width;
+    Norm norm = {
+        .job = {run_norm, kernels, tasks_of(num_rows, rows_of_task), 1, 1, 0},
+        .x = x, .weight = weight, .out = out, .num_rows = num_rows,
+        .num_weights = num_weights, .rows_of_task = rows_of_task,
+        .width = (size_t)width, .eps = eps,
+    };
+    Call call;
+    int error = begin_call(&call, num_threads, scratch_bytes(&norm.job), 0);
+    if (error) return error;
+    perform(&norm.job, call.memory, call.num_threads);
+    end_call(&call);
+    return ERROR_NONE;
+}
+
+#define ATTENTION_ROWS 16
+
+typedef struct {
+    Job job;
+    const uint16_t *queries, *keys, *values;
+    uint16_t *out;
+    int64_t num_tokens, num_queries, num_groups, num_keys, head_stride;
+    int64_t rows_of_group, tasks_of_group;
+    size_t head_size;
+    float scale;
+} Attention;
+
+/* Some rows of one key/value head: row r is token r / Q, query head r % Q, of Q heads a group. */
+static void run_attention(Job *job, int64_t task, Scratch *scratch) {
+    Attention *p = (Attention *)job;
+    const Kernels *kernels = job->kernels;
+    size_t size = p->head_size, stride = STATE_STRIDE(size);
+    int64_t heads = p->num_queries / p->num_groups, group = task / p->tasks_of_group;
+    int64_t first = task % p->tasks_of_group * ATTENTION_ROWS;
+    int num_rows = (int)smaller(ATTENTION_ROWS, p->rows_of_group - first);
+    uint16_t rows[ATTENTION_ROWS * MAX_HEAD_SIZE];
+    float state[ATTENTION_ROWS * (2 + MAX_HEAD_SIZE)];
+    int64_t places[ATTENTION_ROWS];
+    for (int r = 0; r < num_rows; r++) {
+        int64_t token = (first + r) / heads, head = group * heads + (first + r) % heads;
+        places[r] = (token * p->num_queries + head) * (int64_t)size;
+        memcpy(rows + r * size, p->queries + places[r], size * sizeof(uint16_t));
+        memset(state + r * stride, 0, stride * sizeof(float));
+        state[r * stride] = -3.40282347e38f;
+    }
+    kernels->lay_out(scratch->packed, rows, size, num_rows);
+    const uint16_t *keys = p->keys + group * p->head_stride;
+    const uint16_t *values = p->values + group * p->head_stride;
+    for (int64_t key = 0; key < p->num_keys; key += BLOCK) {
+        int count = (int)smaller(BLOCK, p->num_keys - key);
+        kernels->dots(scratch->first, keys + key * size, size, count, scratch->packed, num_rows,
+                      NULL);
+        kernels->attend(state, scratch->first, values + key * size, size, p->scale, num_rows,
+                        count);
+    }
+    for (int r = 0; r < num_rows; r++)
+        kernels->store_attention(p->out + places[r], state + r * stride, size);
+}
+
+/* Every query sees every key. queries and out [T, Q, H]; keys and values [G, S, H], from one head to
+ * the next `head_stride` numbers; query head q belongs to key head q / (Q / G). */
+EXPORT int oled_attention(const void *queries, const void *keys, const void *values, void *out,
+                          int64_t num_tokens, int64_t num_queries, int64_t num_groups,
+                          int64_t num_keys, int64_t head_size, int64_t head_stride, float scale,
+                          int isa, int num_threads) {
+    const Kernels *kernels = kernels_of(isa);
+    if (!kernels || head_size > MAX_HEAD_SIZE) return ERROR_ISA;
+    Attention attention = {
+        .job = {run_attention, kernels, 0, ATTENTION_ROWS, (size_t)head_size, 0},
+        .queries = queries, .keys = keys, .values = values, .out = out,
+        .num_tokens = num_tokens, .num_queries = num_queries, .num_groups = num_groups,
+        .num_keys = num_keys, .head_stride = head_stride,
+        .rows_of_group = num_tokens * (num_queries / num_groups),
+        .head_size = (size_t)head_size, .scale = scale,
+    };
+    attention.tasks_of_group = tasks_of(attention.rows_of_group, ATTENTION_ROWS);
+    attention.job.num_tasks = num_groups * attention.tasks_of_group;
+    Call call;
+    int error = begin_call(&call, num_threads, scratch_bytes(&attention.job), 0);
+    if (error) return error;
+    perform(&attention.job, call.memory, call.num_threads);
+    end_call(&call);
+    return ERROR_NONE;
 }
 
 /* ---- a plain read ---------------------------------------------------------------------------- */

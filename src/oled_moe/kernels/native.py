@@ -25,12 +25,14 @@ logger = logging.getLogger(__name__)
 
 # By their numbers in native.c, the slowest first.
 ISAS = ("generic", "avx2", "avx512-bf16")
-ABI_VERSION = 2
+ABI_VERSION = 5
 _DIRECTORY = Path(__file__).parent
 _REMEDY = "install again where there is a C compiler (pip install -e .)"
 _OUT_OF_MEMORY = -1
 # Calls that read fewer bytes of weights are done before a second thread would be awake.
-_MIN_SHARED_BYTES = 512 * 1024
+MIN_SHARED_BYTES = 512 * 1024
+# The largest head that `attend` takes.
+MAX_HEAD_SIZE = 256
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -149,7 +151,7 @@ class NativeKernels:
         assert weights_TK.dtype == torch.float32 and weights_TK.is_contiguous()
         assert weights_TK.shape == places_TK.shape
         total_TD = torch.empty(num_tokens, rows_ND.shape[1])
-        num_threads = self.num_threads if rows_ND.nbytes >= _MIN_SHARED_BYTES else 1
+        num_threads = self.num_threads if rows_ND.nbytes >= MIN_SHARED_BYTES else 1
         self._check(
             self._library.oled_combine(
                 rows_ND.data_ptr(),
@@ -175,7 +177,7 @@ class NativeKernels:
         num_rows, num_logits = logits_NV.shape
         best_N = torch.empty(num_rows, dtype=torch.int64)
         probability_N = torch.empty(num_rows)
-        num_threads = self.num_threads if logits_NV.nbytes >= _MIN_SHARED_BYTES else 1
+        num_threads = self.num_threads if logits_NV.nbytes >= MIN_SHARED_BYTES else 1
         num_bad = self._library.oled_choose(
             logits_NV.data_ptr(),
             num_rows,
@@ -189,6 +191,70 @@ class NativeKernels:
         if num_bad < 0:
             self._check(num_bad)
         return best_N, probability_N, num_bad == 0
+
+    def attend(self, queries_TQH: Tensor, keys_GSH: Tensor, values_GSH: Tensor) -> Tensor:
+        """softmax(q · kᵀ / √H) · v where every query sees every key; returns [T, Q · H].
+
+        Sums are fp32 and weights are not rounded. Shapes: queries bfloat16 [T, Q, H], contiguous;
+        keys and values bfloat16 [G, S, H], each head contiguous, at equal distances; G divides Q.
+        """
+        (num_tokens, num_queries, head_size), num_groups = queries_TQH.shape, len(keys_GSH)
+        num_keys = keys_GSH.shape[1]
+        assert queries_TQH.is_contiguous() and 0 < head_size <= MAX_HEAD_SIZE
+        assert num_queries % num_groups == 0 and num_keys > 0
+        for part in (keys_GSH, values_GSH):
+            assert part.dtype == queries_TQH.dtype == torch.bfloat16
+            assert part.shape == (num_groups, num_keys, head_size)
+            assert part.stride() == (keys_GSH.stride(0), head_size, 1)
+        out_TD = torch.empty(num_tokens, num_queries * head_size, dtype=torch.bfloat16)
+        if num_tokens:
+            self._check(
+                self._library.oled_attention(
+                    queries_TQH.data_ptr(),
+                    keys_GSH.data_ptr(),
+                    values_GSH.data_ptr(),
+                    out_TD.data_ptr(),
+                    num_tokens,
+                    num_queries,
+                    num_groups,
+                    num_keys,
+                    head_size,
+                    keys_GSH.stride(0),
+                    head_size**-0.5,
+                    self._isa,
+                    worthwhile_threads(num_tokens * num_queries * num_keys * 16, self.num_threads),
+                )
+            )
+        return out_TD
+
+    def norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """x / √(mean(x²) + eps), rounded to bfloat16, times weight, over the last dimension.
+
+        Shapes: x bfloat16 [..., D], contiguous; weight bfloat16 [D], or [..., D] with the last
+        dimensions of x.
+        """
+        width = x_ND.shape[-1]
+        assert x_ND.dtype == weight_D.dtype == torch.bfloat16
+        assert x_ND.shape[-weight_D.ndim :] == weight_D.shape
+        assert x_ND.is_contiguous() and weight_D.is_contiguous()
+        out_ND = torch.empty_like(x_ND)
+        num_rows = x_ND.numel() // width
+        if num_rows:
+            num_threads = self.num_threads if x_ND.nbytes >= MIN_SHARED_BYTES else 1
+            self._check(
+                self._library.oled_norm(
+                    x_ND.data_ptr(),
+                    weight_D.data_ptr(),
+                    out_ND.data_ptr(),
+                    num_rows,
+                    weight_D.numel() // width,
+                    width,
+                    eps,
+                    self._isa,
+                    num_threads,
+                )
+            )
+        return out_ND
 
     def read(self, memory: Tensor, num_threads: int) -> None:
         """Read memory as fast as it can be read: what the products are measured against."""
@@ -222,7 +288,7 @@ def native_kernels() -> NativeKernels | None:
 
 def worthwhile_threads(weight_bytes: int, num_threads: int) -> int:
     """How many of `num_threads` to use for a call that reads so many bytes of weights."""
-    return num_threads if weight_bytes >= _MIN_SHARED_BYTES else 1
+    return num_threads if weight_bytes >= MIN_SHARED_BYTES else 1
 
 
 def _find_library() -> Path:
@@ -259,6 +325,8 @@ def _open_library(path: Path) -> ctypes.CDLL:
     library.oled_linear.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3]
     library.oled_combine.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, _INT, _INT]
     library.oled_choose.argtypes = [_POINTER, *[_LONG] * 3, _POINTER, _POINTER, _INT, _INT]
+    library.oled_attention.argtypes = [*[_POINTER] * 4, *[_LONG] * 6, ctypes.c_float, _INT, _INT]
+    library.oled_norm.argtypes = [*[_POINTER] * 3, *[_LONG] * 3, ctypes.c_float, _INT, _INT]
     library.oled_read.argtypes = [_POINTER, _LONG, _INT]
     library.oled_read.restype = ctypes.c_uint64
     return library

@@ -5,9 +5,10 @@ depends on dtype and device alone. Legend: T tokens, K experts per token, N rows
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from oled_moe.kernels.native import native_kernels
+from oled_moe.kernels.native import MAX_HEAD_SIZE, MIN_SHARED_BYTES, native_kernels
 
 
 def combine(rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -25,6 +26,64 @@ def combine(rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor) -> Tensor:
     for k in range(places_TK.shape[1]):
         total_TD += rows_ND[places_TK[:, k]].float() * weights_TK[:, k, None]
     return total_TD
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise over the last dimension in fp32, cast back, then scale in the input's dtype.
+
+    Shapes: hidden [..., D]; weight the last one or more dimensions of hidden.
+    Source: models.md 2.1 (LLaDA2's order of cast and scale).
+    """
+    is_plain = hidden.dtype == weight.dtype == torch.bfloat16 and hidden.is_contiguous()
+    if is_plain and hidden.device.type == "cpu":
+        native = native_kernels()
+        if native is not None:
+            return native.norm(hidden, weight, eps)
+    wide = hidden.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return normed.to(hidden.dtype) * weight
+
+
+def router_weight(weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
+    """A router's weight as `router_logits` reads it fastest; `dtype` of the activations.
+
+    Products of two bfloat16 numbers are exact in fp32, and native code sums in fp32: there the
+    weight stays as it is stored. Elsewhere it is kept in fp32, since converting it for every
+    forward would move more bytes than multiplying by it.
+    """
+    is_small = weight_ED.dtype == dtype == torch.bfloat16 and weight_ED.device.type == "cpu"
+    if is_small and native_kernels() is not None:
+        return weight_ED
+    return weight_ED.float()
+
+
+def router_logits(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """hidden · weightᵀ in fp32, [T, E]; nothing is rounded on the way."""
+    if weight_ED.dtype == hidden_TD.dtype == torch.bfloat16:
+        native = native_kernels() if hidden_TD.device.type == "cpu" else None
+        if native is not None:
+            out_TE = torch.empty(len(hidden_TD), len(weight_ED))
+            threads = native.num_threads if weight_ED.nbytes >= MIN_SHARED_BYTES else 1
+            native.linear(hidden_TD.contiguous(), weight_ED.contiguous(), None, out_TE, threads)
+            return out_TE
+    return F.linear(hidden_TD.float(), weight_ED.float())
+
+
+def attend(queries_TQH: Tensor, keys_GSH: Tensor, values_GSH: Tensor) -> Tensor:
+    """Attention in which every query sees every key; returns [T, Q · H].
+
+    Shapes: queries [T, Q, H]; keys and values [G, S, H] in the same dtype, G divides Q.
+    """
+    is_plain = queries_TQH.dtype == torch.bfloat16 and queries_TQH.device.type == "cpu"
+    if is_plain and queries_TQH.shape[-1] <= MAX_HEAD_SIZE:
+        native = native_kernels()
+        # With AVX2 torch is several times faster (benchmarks/kernels.py).
+        if native is not None and native.isa == "avx512-bf16":
+            return native.attend(queries_TQH.contiguous(), keys_GSH, values_GSH)
+    out_QTH = F.scaled_dot_product_attention(
+        queries_TQH.transpose(0, 1)[None], keys_GSH[None], values_GSH[None], enable_gqa=True
+    )[0]
+    return out_QTH.transpose(0, 1).flatten(1)
 
 
 def choose(logits_NV: Tensor, banned_id: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,6 +30,7 @@ from oled_moe.layers import (
     grouped_sigmoid_router,
     rms_norm,
     rotary_table,
+    router_weight,
     run_directly,
     swiglu,
 )
@@ -349,8 +350,8 @@ class _Mlp:
 class _Layer:
     """One layer's dense weights, as the forward reads them; None where the model has none.
 
-    `head_norm`: query and key norms of every head, [Q + G, H]. The router works in fp32 and is kept
-    in it: converting it anew would move more bytes than multiplying by it.
+    `head_norm`: query and key norms of every head, [Q + G, H]. The router works in fp32; its weight
+    is kept as `router_weight` says.
     """
 
     input_norm: Tensor
@@ -367,8 +368,9 @@ class _Layer:
     @classmethod
     def of(cls, config: Config, weights: Mapping[str, Tensor], layer: int) -> "_Layer":
         name = f"model.layers.{layer}"
-        is_dense, router_bias = layer < config.num_dense_layers, None
+        is_dense, router, router_bias = layer < config.num_dense_layers, None, None
         head_norm, mlp = None, f"{name}.mlp"
+        qkv = weights[f"{name}.attention.query_key_value.weight"]
         if config.has_qk_norm:
             query, key = (
                 weights[f"{name}.attention.{x}_layernorm.weight"] for x in ("query", "key")
@@ -379,17 +381,18 @@ class _Layer:
             )
         if not is_dense:
             mlp = f"{name}.mlp.shared_experts"
+            router = router_weight(weights[f"{name}.mlp.gate.weight"], qkv.dtype)
             router_bias = weights.get(f"{name}.mlp.gate.expert_bias")
         return cls(
             weights[f"{name}.input_layernorm.weight"],
             weights[f"{name}.post_attention_layernorm.weight"],
-            weights[f"{name}.attention.query_key_value.weight"],
+            qkv,
             weights.get(f"{name}.attention.query_key_value.bias"),
             head_norm,
             weights[f"{name}.attention.dense.weight"],
             weights.get(f"{name}.attention.dense.bias"),
             _Mlp.of(weights, mlp) if is_dense or config.num_shared_experts else None,
-            None if is_dense else weights[f"{name}.mlp.gate.weight"].float(),
+            router,
             None if router_bias is None else router_bias.float(),
         )
 
