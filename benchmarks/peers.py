@@ -28,7 +28,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -282,41 +282,61 @@ def resident_store(checkpoint: Checkpoint, layout: ExpertLayout) -> HostExpertSt
 
 
 @contextmanager
-def limited_to(limit_bytes: int | None) -> Iterator[tuple[str, Callable[[], None] | None]]:
-    """How memory is limited, and what a child process does at its start to be limited."""
-    if limit_bytes is None:
-        yield "none", None
-        return
-    group = make_cgroup(limit_bytes)
-    if group is not None:
+def limited_to(
+    limit_bytes: int | None, disk_bytes_per_s: int | None = None
+) -> Iterator[tuple[str, Callable[[], None] | None]]:
+    """How memory is limited, and what a child process does at its start to be limited.
+
+    `disk_bytes_per_s`: what it may read of the disk that holds the checkpoint, by a cgroup too.
+    """
+    groups, how = [], "none"
+    try:
+        if limit_bytes is not None:
+            group = make_cgroup("memory", limit_bytes)
+            how = "ballast" if group is None else "cgroup"
+            groups += [] if group is None else [group]
+        if disk_bytes_per_s is not None:
+            group = make_cgroup("blkio", disk_bytes_per_s)
+            if group is None:
+                raise SystemExit("no cgroup that limits disk reads can be made here")
+            groups.append(group)
 
         def enter() -> None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
+            for each in groups:
+                (each / "cgroup.procs").write_text(str(os.getpid()))
 
-        try:
-            yield "cgroup", enter
-        finally:
+        with ballast(limit_bytes) if how == "ballast" else nullcontext():  # type: ignore[arg-type]
+            yield how, enter if groups else None
+    finally:
+        for group in groups:
             group.rmdir()
-        return
-    with ballast(limit_bytes):
-        yield "ballast", None
 
 
-def make_cgroup(limit_bytes: int) -> Path | None:
-    """A memory cgroup of version 1 or 2 below this process's own; None where none can be made."""
+def make_cgroup(controller: str, limit: int) -> Path | None:
+    """A cgroup of version 1 or 2 below this process's own with that limit on memory or on reads;
+    None where none can be made."""
+    device = os.stat(default_directory().parent).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    settings = {
+        "memory": (("memory.limit_in_bytes", f"{limit}"), ("memory.max", f"{limit}")),
+        "blkio": (
+            ("blkio.throttle.read_bps_device", f"{number} {limit}"),
+            ("io.max", f"{number} rbps={limit}"),
+        ),
+    }
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, place = rest.partition(":")
-        if controllers == "memory":
-            base, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        if controllers == controller:
+            base, (name, value) = Path("/sys/fs/cgroup") / controller, settings[controller][0]
         elif controllers == "":
-            base, name = Path("/sys/fs/cgroup"), "memory.max"
+            base, (name, value) = Path("/sys/fs/cgroup"), settings[controller][1]
         else:
             continue
-        group = base / place.strip("/") / f"oled-moe-peers-{os.getpid()}"
+        group = base / place.strip("/") / f"oled-moe-{controller}-{os.getpid()}"
         try:
             group.mkdir()
-            (group / name).write_text(str(limit_bytes))
+            (group / name).write_text(value)
         except OSError:
             if group.is_dir():
                 group.rmdir()
@@ -362,7 +382,8 @@ def run_child(args: argparse.Namespace, system: str, path: Path, limit: int | No
     command = [sys.executable, __file__, "--system", system, "--checkpoint", str(path)]
     command += ["--experts-per-layer", str(args.experts_per_layer), "--replay", args.replay]
     command += ["--warmup", str(args.warmup), "--forwards", str(args.forwards)]
-    with limited_to(limit) as (how, enter):
+    disk = getattr(args, "disk_bytes_per_s", None)
+    with limited_to(limit, disk) as (how, enter):
         start_s = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, preexec_fn=enter)
         took_s = time.perf_counter() - start_s
@@ -380,6 +401,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5, help="denoising forwards not counted")
     parser.add_argument("--forwards", type=int, default=8, help="denoising forwards counted")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--disk-bytes-per-s", type=int, help="let the systems read no faster than this"
+    )
     parser.add_argument("--systems", default=",".join((*OURS, *PEERS, *UNLIMITED)))
     parser.add_argument("--output", type=Path, help="append one JSON row per system")
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
@@ -431,6 +455,7 @@ def main() -> None:
                     "replay": args.replay,
                     "limit_bytes": None if system in UNLIMITED else limit,
                     "limited_by": runs[0]["limited_by"],
+                    "disk_bytes_per_s": args.disk_bytes_per_s,
                     "rounds": args.rounds,
                     "num_warmup": args.warmup,
                     "num_forwards": len(times),

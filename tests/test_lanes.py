@@ -277,3 +277,30 @@ def test_inline_work_ahead_is_done_at_once() -> None:
     event = lane.submit_ahead(lambda: ran.append(1))
     lane.hurry(event)
     assert ran == [1] and event.is_fired and not lane.cancel(event)
+
+
+def test_few_guesses_run_at_a_time_and_all_run_in_the_end() -> None:
+    lane = ThreadLane("many", num_threads=4, most_ahead=2)
+    release, lock = threading.Event(), threading.Lock()
+    num_running, most = 0, 0
+
+    def guess() -> None:
+        nonlocal num_running, most
+        with lock:
+            num_running += 1
+            most = max(most, num_running)
+        release.wait(5)
+        with lock:
+            num_running -= 1
+
+    guesses = [lane.submit_ahead(guess) for _ in range(9)]
+    # Threads are left for what somebody waits for.
+    lane.submit(lambda: None).wait()
+    lane.hurry(guesses[7])
+    assert lane.cancel(guesses[8]) and guesses[8].is_fired
+    release.set()
+    for event in guesses:
+        event.wait()
+    # Two guesses, and the one that became urgent.
+    assert most <= 3
+    lane.close()

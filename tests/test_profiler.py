@@ -535,10 +535,18 @@ def test_unknown_device_is_refused() -> None:
 
 
 def test_best_disk_read_prefers_few_threads_of_equal_speed() -> None:
-    reads = [disk_read("direct", 8, 1.0e9), disk_read("buffered", 2, 0.97e9)]
+    reads = [disk_read("direct", 8, 1.0e9), disk_read("direct", 2, 0.97e9)]
     assert best_disk_read(reads) is reads[1]
-    assert best_disk_read([reads[0], disk_read("buffered", 2, 0.9e9)]) is reads[0]
+    assert best_disk_read([reads[0], disk_read("direct", 2, 0.9e9)]) is reads[0]
     assert best_disk_read([]) is None
+
+
+def test_best_disk_read_takes_the_page_cache_only_where_it_is_faster_by_far() -> None:
+    direct = disk_read("direct", 4, 1.0e9)
+    assert best_disk_read([direct, disk_read("buffered", 1, 1.4e9)]) is direct
+    buffered = disk_read("buffered", 1, 1.6e9)
+    assert best_disk_read([direct, buffered]) is buffered
+    assert best_disk_read([buffered]) is buffered
 
 
 ROWS = [1.0, 2.0, 4.0, 8.0, 16.0]

@@ -170,7 +170,9 @@ def _build_cpu(parts: _Parts) -> Tiers:
     store, layout = parts.store, parts.store.layout
     cache = parts.cache(has_cpu_experts=False)
     kernel = KERNELS["cpu"](parts.num_threads)
-    copies = ThreadLane("read", num_threads=parts.hardware.disk_queue_depth)
+    # Guesses keep a disk busy with few reads at a time, and demand soon finds threads free.
+    num_readers = parts.hardware.disk_queue_depth
+    copies = ThreadLane("read", num_threads=num_readers, most_ahead=max(1, num_readers // 2))
     pool = SlotPool(
         layout,
         parts.num_slots,

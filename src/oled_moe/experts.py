@@ -254,6 +254,9 @@ class OffloadedExperts:
         barrier = [pool.ready(load) for load in range(waves[0])] if plan.wave_sizes else []
         if not pending.has_hits:
             self._submit_readers(pending, plan.hit_ids, plan.hit_slots, barrier)
+        if self._compute_lane.runs_at_once and not barrier:
+            self._compute_arrivals(pending, plan)
+            return
         for staged in range(len(plan.staged_ids)):
             arrived = pool.ready_staged(int(plan.staged_slots[staged]))
             one = slice(staged, staged + 1)
@@ -271,24 +274,43 @@ class OffloadedExperts:
                 loads = slice(first, first + size)
                 self._submit_readers(pending, plan.load_ids[loads], plan.load_slots[loads], barrier)
             else:
-                self._submit_loads(pending, plan, first, first + size)
+                for load in range(first, first + size):
+                    one = slice(load, load + 1)
+                    after = [pool.ready(load)]
+                    self._submit_readers(pending, plan.load_ids[one], plan.load_slots[one], after)
             first += size
 
-    def _submit_loads(self, pending: PendingLayer, plan: LayerPlan, first: int, end: int) -> None:
-        """Kernels of loads in their order; one call takes those that have arrived meanwhile."""
-        while first < end:
-            after = [self.pool.ready(first)]
-            last = first + 1
-            if self._compute_lane.runs_at_once:
+    def _compute_arrivals(self, pending: PendingLayer, plan: LayerPlan) -> None:
+        """Where the caller computes: whatever has arrived, in one call, until all have."""
+        pool, staged_slots = self.pool, plan.staged_slots.tolist()
+        # Numbers of staged experts, then of loads, that are still to be computed.
+        num_staged = len(staged_slots)
+        left = list(range(num_staged + len(plan.load_ids)))
+        ids = np.concatenate((plan.staged_ids, plan.load_ids))
+        slots = np.concatenate((plan.staged_slots, plan.load_slots))
+
+        def event_of(number: int) -> Event:
+            if number < num_staged:
+                return pool.ready_staged(staged_slots[number])
+            return pool.ready(number - num_staged)
+
+        def is_there(number: int) -> bool:
+            if number < num_staged:
+                return event_of(number).is_fired
+            return pool.has_arrived(number - num_staged)
+
+        while left:
+            there = [number for number in left if is_there(number)]
+            if not there:
+                # A load that is not queued yet waits for a reader, which is none of the computed:
+                # a staged expert, and those come first.
                 start_s = time.perf_counter()
-                after[0].wait()
+                event_of(left[0]).wait()
                 self.wait_s += time.perf_counter() - start_s
-                while last < end and self.pool.has_arrived(last):
-                    after.append(self.pool.ready(last))
-                    last += 1
-            loads = slice(first, last)
-            self._submit_readers(pending, plan.load_ids[loads], plan.load_slots[loads], after)
-            first = last
+                there = [left[0]]
+            after = [event_of(number) for number in there]
+            self._submit_readers(pending, ids[there], slots[there], after)
+            left = [number for number in left if number not in there]
 
     def _submit_readers(
         self,

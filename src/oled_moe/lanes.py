@@ -11,6 +11,7 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -150,21 +151,33 @@ class ThreadLane:
     """Runs work on `num_threads` threads, started in order.
 
     With one thread it behaves like a stream. With several, work may overlap and finish out of
-    order: what must not overlap has to be ordered by events. `jitter_s` adds a random delay under
-    `seed` before each piece of work, so that a missing wait shows up.
+    order: what must not overlap has to be ordered by events. Of work submitted ahead at most
+    `most_ahead` pieces run at a time (None: as many as there are threads): urgent work waits for
+    those under way. `jitter_s` adds a random delay under `seed` before each piece of work, so that
+    a missing wait shows up.
     """
 
     runs_at_once = False
 
     def __init__(
-        self, name: str, *, num_threads: int = 1, jitter_s: float = 0.0, seed: int = 0
+        self,
+        name: str,
+        *,
+        num_threads: int = 1,
+        most_ahead: int | None = None,
+        jitter_s: float = 0.0,
+        seed: int = 0,
     ) -> None:
+        self._most_ahead = most_ahead or num_threads
         self._jitter_s = jitter_s
         self._random = random.Random(seed)
         self._queue: queue.PriorityQueue[tuple[int, int, _Item | None]] = queue.PriorityQueue()
         self._num_submitted = itertools.count()
-        # Guesses that no thread has taken, by their events.
+        # Guesses that no thread has taken, by their events; those of them that threads may not see
+        # yet; and how many they may see or are at.
         self._ahead: dict[Event, _Item] = {}
+        self._held_back: deque[_Item] = deque()
+        self._num_ahead = 0
         self._lock = threading.Lock()
         self._is_closed = False
         self._threads = [
@@ -180,7 +193,9 @@ class ThreadLane:
     def submit_ahead(self, work: Work, after: Sequence[Event] = ()) -> Event:
         item = self._item(work, after)
         self._ahead[item.event] = item
-        return self._put(_AHEAD, item)
+        self._held_back.append(item)
+        self._let_ahead()
+        return item.event
 
     def hurry(self, event: Event) -> None:
         item = self._ahead.get(event)
@@ -207,6 +222,17 @@ class ThreadLane:
         delay_s = self._random.uniform(0, self._jitter_s) if self._jitter_s else 0.0
         return _Item(work, after, delay_s)
 
+    def _let_ahead(self, num_done: int = 0) -> None:
+        """Show threads as many guesses as may run, after `num_done` are out of the way."""
+        with self._lock:
+            self._num_ahead -= num_done
+            while self._held_back and self._num_ahead < self._most_ahead:
+                item = self._held_back.popleft()
+                # Who was hurried or dropped meanwhile needs no turn.
+                if not item.is_taken:
+                    self._num_ahead += 1
+                    self._put(_AHEAD, item)
+
     def _put(self, urgency: int, item: _Item) -> Event:
         self._queue.put((urgency, next(self._num_submitted), item))
         return item.event
@@ -221,22 +247,30 @@ class ThreadLane:
             return True
 
     def _run(self) -> None:
-        while (item := self._queue.get()[2]) is not None:
-            if not self._take(item):
-                continue
-            try:
-                for dependency in item.after:
-                    dependency.wait()
-                if item.delay_s:
-                    time.sleep(item.delay_s)
-                item.work()
-            # Whatever went wrong belongs to the waiter, not to this thread.
-            except BaseException as error:  # noqa: B036 - carried to the waiter, see above
-                item.event.fire(error)
-            else:
-                item.event.fire()
+        while True:
+            urgency, _, item = self._queue.get()
+            if item is None:
+                return
+            if self._take(item):
+                self._do(item)
+            if urgency == _AHEAD:
+                self._let_ahead(1)
             # The closures hold slots and activations; do not keep them while waiting for more.
             del item
+
+    @staticmethod
+    def _do(item: _Item) -> None:
+        try:
+            for dependency in item.after:
+                dependency.wait()
+            if item.delay_s:
+                time.sleep(item.delay_s)
+            item.work()
+        # Whatever went wrong belongs to the waiter, not to this thread.
+        except BaseException as error:  # noqa: B036 - carried to the waiter, see above
+            item.event.fire(error)
+        else:
+            item.event.fire()
 
     def close(self) -> None:
         """Finish what is queued and release the threads; guesses not begun are dropped."""

@@ -34,7 +34,7 @@ from oled_moe.inspection import package_versions
 from oled_moe.memory import MemoryPlan
 from oled_moe.models import find_family
 from oled_moe.policies import build_policy
-from oled_moe.profiler import default_profile_path, machine_facts
+from oled_moe.profiler import MIN_QUEUE_DEPTH, default_profile_path, machine_facts
 from oled_moe.replay import (
     MIN_WARMUP,
     Replay,
@@ -45,7 +45,15 @@ from oled_moe.replay import (
     num_warmup_forwards,
     positions_of_requests,
 )
-from oled_moe.roofline import Bound, Effort, LimitProbe, Limits, ModelWork, measure_limits
+from oled_moe.roofline import (
+    Bound,
+    Effort,
+    LimitProbe,
+    Limits,
+    ModelWork,
+    measure_limits,
+    preferred_disk,
+)
 from oled_moe.sizing import slots_of_layers
 from oled_moe.store import ExpertLayout
 from oled_moe.traces import RoutingTrace
@@ -373,13 +381,13 @@ class _ReplayBench:
         is_known = default_profile_path(self._config.device).is_file()
         if not self._is_disk or is_known or self._config.hardware is not None:
             return
-        disk = limits.disk
+        disk = preferred_disk(limits)
         profile = replace(
             DEFAULT_PROFILE,
             name="built-in guess, disk as measured in this run",
             copy_bytes_per_s=disk.bytes_per_s,
             disk_method=disk.method,
-            disk_queue_depth=disk.queue_depth,
+            disk_queue_depth=max(disk.queue_depth, MIN_QUEUE_DEPTH),
         )
         self._config = replace(self._config, hardware=profile)
 
