@@ -22,12 +22,14 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/simulation.py
+	$(BIN)/python benchmarks/kernels.py
 
 figures: $(VENV)/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[plot]'
 	$(BIN)/python experiments/02_policies_on_demo/plot.py
 	$(BIN)/python -m experiments.04_calibrated_reuse.plot
 	$(BIN)/python -m experiments.05_prefetch.plot
+	$(BIN)/python -m experiments.07_speed.plot
 	for plot in experiments/paper/fig_*/plot.py; do $(BIN)/python -m experiments.paper.$$(basename $$(dirname $$plot)).plot || exit 1; done
 
 # torch goes in first and at exactly the pinned version: a machine that already has that

@@ -170,11 +170,11 @@ class ExpertCache:
             num_held = self._num_resident[layer]
         slots = self._slot_of[layer][demand.expert_ids]
         is_hit = slots >= 0
+        hit_ids = demand.expert_ids[is_hit]
+        if self.is_complete and not (self._copies_ahead and self._is_fresh[layer].any()):
+            return LayerPlan(hit_ids, slots, _NONE, _NONE, _NONE, _NONE, num_held)
         if self._copies_ahead:
             return self._plan_ahead(demand, is_hit, num_held)
-        hit_ids = demand.expert_ids[is_hit]
-        if self.is_complete:
-            return LayerPlan(hit_ids, slots, _NONE, _NONE, _NONE, _NONE, num_held)
         self._observe(demand, len(hit_ids), num_held)
         return self._plan_misses(demand, is_hit, slots[is_hit], num_held, _NONE, _NONE)
 
