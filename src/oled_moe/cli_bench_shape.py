@@ -205,7 +205,9 @@ _HEADER = (
 )  # fmt: skip
 _READING = (
     "forward: median over the denoising forwards that count, in its 95 % interval. roof: what the "
-    "limits leave as the shortest time of such a forward, its median; bound says what sets it. "
+    "limits leave as the shortest time of such a forward, its median, at the rates measured just "
+    "before and after it (those of disks and shared machines change within seconds, so a ratio may "
+    "fall below 1); bound says what sets it. "
     "missed: bytes that had to be copied for one. deciding: planning as a share of the time."
 )
 
@@ -250,7 +252,7 @@ def _setup_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{count(first['num_forwards'], 'denoising forward')} of {values['block_length']} "
             f"tokens a block counted, {first['num_warmup']} of any kind before them not",
         ),
-        ("limits", _limit_words(limits)),
+        ("limits at best", _limit_words(limits)),
         ("memory", f"peak of the plan: {peaks}"),
         (
             "machine",

@@ -29,6 +29,8 @@ from oled_moe.errors import ConfigError, DoesNotFitError
 
 DEVICE_NAMES = ("cpu", "emulated", "cuda")
 DEFAULT_PROMPT_TOKENS = 512
+# No machine has less: a smaller number without a unit is meant otherwise.
+_LEAST_MEMORY_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +236,17 @@ def _size(name: str, text: str | None) -> int | None:
     """Raises: ConfigError for what is no size above 0."""
     if text is None:
         return None
-    size = parse_size(name, text)
-    if not size:
-        raise ConfigError(f"{name} is {text!r}; write a size above 0, such as 16GiB")
-    return size
+    if text.strip().isdecimal() and int(text) < _LEAST_MEMORY_BYTES:
+        raise ConfigError(
+            f"{name} is {text!r}, which would be bytes; write a size above 0 with its unit, such "
+            "as 16GiB"
+        )
+    try:
+        return parse_size(name, text)
+    except ConfigError:
+        raise ConfigError(
+            f"{name} is {text!r}; write a size above 0, such as 16GiB or 512MiB"
+        ) from None
 
 
 # Printing
