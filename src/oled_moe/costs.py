@@ -158,8 +158,8 @@ class HardwareProfile:
 
 def _check_number(name: str, value: object, *, is_positive: bool) -> None:
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    # is_real narrows at run time only.
-    if not is_real or math.isnan(value) or value < 0 or (is_positive and value == 0):  # type: ignore[arg-type,operator]
+    is_bad = not is_real or math.isnan(value)  # type: ignore[arg-type]  # is_real narrows
+    if is_bad or value < 0 or (is_positive and value == 0):  # type: ignore[operator]  # as above
         limit = "above 0" if is_positive else "0 or more"
         raise ConfigError(f"hardware profile: {name} is {value!r}; allowed: {limit}")
 

@@ -66,7 +66,7 @@ from oled_moe.memory import (
 from oled_moe.metrics import GenerationStats, generation_stats
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.policies import OffloadPolicy, build_policy
-from oled_moe.profiler import default_profile_path, usable_memory_bytes
+from oled_moe.profiler import SMALL_EXPERT_BYTES, default_profile_path, usable_memory_bytes
 from oled_moe.store import ExpertLayout, ExpertPart
 from oled_moe.tokenization import Tokenizer
 from oled_moe.types import ForwardContext, ForwardOutcome, LayerDemand, LayerPlan, MoeShape
@@ -75,8 +75,6 @@ from oled_moe.unmasking import SAMPLING_SLICE
 DEMO_MODEL = "demo"
 # Context that keys and values are planned for where nothing else is asked.
 DEFAULT_MODEL_LEN = 4096
-# Below this size of an expert, waking a second thread costs more than it computes.
-_SMALL_EXPERT_BYTES = 2**18
 # What sampling makes per logit of the rows it takes at a time: sorted, summed, and ids of each.
 _SAMPLING_BYTES = 72
 # What kernels on the CPU keep for rows in their own order.
@@ -220,7 +218,7 @@ class Engine:
         if gpu is not None:
             _move(weights, gpu.device)
         self._outer_threads = torch.get_num_threads()
-        is_small = sizes.layout.weight_bytes < _SMALL_EXPERT_BYTES
+        is_small = sizes.layout.weight_bytes < SMALL_EXPERT_BYTES
         num_threads = config.threads or (1 if is_small else self._outer_threads)
         self._tiers = build_tiers(
             config,
@@ -696,7 +694,7 @@ def _needs(
     logits_bytes += _SAMPLING_BYTES * min(
         64 * model.vocab_size, max(model.vocab_size, SAMPLING_SLICE)
     )
-    # Routers are kept in fp32, whatever they are stored in.
+    # Routers are kept in fp32 where no native code multiplies them as they are stored.
     dense_bytes = sizes.dense_bytes + 2 * shape.num_experts_total * model.hidden_size
     # Scores, their softmax and one temporary of a slice of queries, in fp32.
     scores_bytes = 3 * 4 * model.num_heads * ATTENTION_SLICE * max_model_len

@@ -3,7 +3,7 @@
 A lane takes work together with the events it must wait for and returns the event that fires when
 it is done. The code that decides and the code that moves weights know lanes and events, nothing
 else; a device is a choice of lanes (`slots.py`, `experts.py`) and kernels (`kernels/`).
-CUDA will be a lane whose work is enqueued on a stream and whose events are stream events.
+A GPU's lanes, whose work is enqueued on streams and whose events are theirs, are in `cuda.py`.
 """
 
 import itertools

@@ -30,7 +30,7 @@ _DIRECTORY = Path(__file__).parent
 _REMEDY = "install again where there is a C compiler (pip install -e .)"
 _OUT_OF_MEMORY = -1
 # Calls that read fewer bytes of weights are done before a second thread would be awake.
-MIN_SHARED_BYTES = 512 * 1024
+_MIN_SHARED_BYTES = 512 * 1024
 # The largest head that `attend` takes.
 MAX_HEAD_SIZE = 256
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -151,7 +151,7 @@ class NativeKernels:
         assert weights_TK.dtype == torch.float32 and weights_TK.is_contiguous()
         assert weights_TK.shape == places_TK.shape
         total_TD = torch.empty(num_tokens, rows_ND.shape[1])
-        num_threads = self.num_threads if rows_ND.nbytes >= MIN_SHARED_BYTES else 1
+        num_threads = worthwhile_threads(rows_ND.nbytes, self.num_threads)
         self._check(
             self._library.oled_combine(
                 rows_ND.data_ptr(),
@@ -177,7 +177,7 @@ class NativeKernels:
         num_rows, num_logits = logits_NV.shape
         best_N = torch.empty(num_rows, dtype=torch.int64)
         probability_N = torch.empty(num_rows)
-        num_threads = self.num_threads if logits_NV.nbytes >= MIN_SHARED_BYTES else 1
+        num_threads = worthwhile_threads(logits_NV.nbytes, self.num_threads)
         num_bad = self._library.oled_choose(
             logits_NV.data_ptr(),
             num_rows,
@@ -240,7 +240,7 @@ class NativeKernels:
         out_ND = torch.empty_like(x_ND)
         num_rows = x_ND.numel() // width
         if num_rows:
-            num_threads = self.num_threads if x_ND.nbytes >= MIN_SHARED_BYTES else 1
+            num_threads = worthwhile_threads(x_ND.nbytes, self.num_threads)
             self._check(
                 self._library.oled_norm(
                     x_ND.data_ptr(),
@@ -286,9 +286,9 @@ def native_kernels() -> NativeKernels | None:
     return native
 
 
-def worthwhile_threads(weight_bytes: int, num_threads: int) -> int:
-    """How many of `num_threads` to use for a call that reads so many bytes of weights."""
-    return num_threads if weight_bytes >= MIN_SHARED_BYTES else 1
+def worthwhile_threads(num_bytes: int, num_threads: int) -> int:
+    """How many of `num_threads` to use for a call that reads so many bytes."""
+    return num_threads if num_bytes >= _MIN_SHARED_BYTES else 1
 
 
 def _find_library() -> Path:

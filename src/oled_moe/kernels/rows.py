@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oled_moe.kernels.native import MAX_HEAD_SIZE, MIN_SHARED_BYTES, native_kernels
+from oled_moe.kernels.native import MAX_HEAD_SIZE, native_kernels, worthwhile_threads
 
 
 def combine(rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def router_logits(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
         native = native_kernels() if hidden_TD.device.type == "cpu" else None
         if native is not None:
             out_TE = torch.empty(len(hidden_TD), len(weight_ED))
-            threads = native.num_threads if weight_ED.nbytes >= MIN_SHARED_BYTES else 1
+            threads = worthwhile_threads(weight_ED.nbytes, native.num_threads)
             native.linear(hidden_TD.contiguous(), weight_ED.contiguous(), None, out_TE, threads)
             return out_TE
     return F.linear(hidden_TD.float(), weight_ED.float())
