@@ -115,15 +115,15 @@ class FakeEngine:
             raise OledMoeError("the disk is gone")
         block = (0, 0, 0, 0)
         full, empty = (False,) * 4, (True,) * 4
-        yield StepEvent(0, 0, 0, block, empty, (), False, None, None)
-        yield StepEvent(0, 1, 0, block, full, (), True, None, None)
-        yield StepEvent(1, 0, 4, block, full, (), True, None, self._result(ids))
+        yield StepEvent(0, 0, 0, block, empty, (), False, None, (), (), None)
+        yield StepEvent(0, 1, 0, block, full, (), True, None, (), (), None)
+        yield StepEvent(1, 0, 4, block, full, (), True, None, (), (), self._result(ids))
 
     def _result(self, ids: tuple[int, ...]) -> GenerationResult:
         tokens = self.world.tokens_of(self.policy_name, ids)
         self.num_answers += 1
         stats = self.world.stats_of(self.policy_name, self.num_answers)
-        return GenerationResult(None, list(tokens), "length", stats)
+        return GenerationResult(None, list(tokens), "length", stats, [1.0] * len(tokens))
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from oled_moe.types import (
     LayerDemand,
     LayerPlan,
     MoeShape,
+    Phase,
 )
 
 _NONE: IntArray = np.empty(0, dtype=np.int64)
@@ -40,7 +41,9 @@ class ExpertCache:
     count, not a range of slots. With a slot for every expert (`is_complete`) nothing is ever
     decided again once all are resident.
 
-    For each forward: `start_forward`, `plan` for every layer in order, `end_forward`.
+    For each forward: `start_forward`, `plan` for every layer in order, `end_forward`. Where the
+    policy `spares_running`, a forward that only prefills takes no slot from experts that the latest
+    denoising forward used, as long as a request that denoised has not ended.
 
     Raises: ConfigError where there is not one slot, or more slots than experts, and for a policy
     that knows the future.
@@ -83,6 +86,11 @@ class ExpertCache:
         self._num_resident_total = 0
         self._num_staged = 0
         self._copies_ahead = policy.prefetch is not None or policy.placement is not None
+        # Requests seen denoising that have not ended; what they wanted last, and whether the
+        # forward at work must leave that alone.
+        self._denoising: set[int] = set()
+        self._is_in_use = np.zeros_like(self._is_fresh)
+        self._is_guest = False
 
     @property
     def is_complete(self) -> bool:
@@ -141,6 +149,8 @@ class ExpertCache:
         Mutates: residency, where the policy places or guesses experts.
         """
         policy, copies = self.policy, NO_COPIES
+        self._denoising |= {r.request_id for r in context.rows if r.phase == Phase.DENOISE}
+        self._is_guest = policy.spares_running and context.is_prefill and bool(self._denoising)
         for listener in policy.listeners:
             listener.start_forward(context)
         if policy.placement is not None:
@@ -225,6 +235,9 @@ class ExpertCache:
         )
 
     def _observe(self, demand: LayerDemand, num_hits: int, num_held: int) -> None:
+        if demand.context.is_denoise and self.policy.spares_running:
+            self._is_in_use[demand.layer] = False
+            self._is_in_use[demand.layer, demand.expert_ids] = True
         self.policy.retention.observe(demand)
         self.policy.dispatch.observe(demand)
         if demand.context.is_denoise:
@@ -295,6 +308,8 @@ class ExpertCache:
         else:
             is_kept = np.zeros(self.shape.num_experts, dtype=np.bool_)
             order = np.argsort(-score_of[candidates], kind="stable")
+            if self._is_guest:
+                order = order[np.argsort(~self._in_use(layer)[candidates[order]], kind="stable")]
             is_kept[candidates[order[:limit]]] = True
         # What stays goes before what is streamed, so that staging slots come round late; most
         # tokens first, for their compute is the longest to hide copies behind.
@@ -318,6 +333,11 @@ class ExpertCache:
             wave_sizes=waves,
         )
 
+    def _in_use(self, layer: int) -> BoolArray:
+        """Residents [E] of a layer that requests at work wanted last."""
+        in_use: BoolArray = self._is_in_use[layer] & (self._slot_of[layer] >= 0)
+        return in_use
+
     def _keep_globally(
         self, layer: int, load_ids: IntArray, staged_ids: IntArray, every_score: FloatArray
     ) -> BoolArray:
@@ -332,6 +352,9 @@ class ExpertCache:
         is_candidate[first + staged_ids] = True
         candidates = is_candidate.nonzero()[0]
         order = np.argsort(-every_score.ravel()[candidates], kind="stable")
+        if self._is_guest:
+            in_use = (self._is_in_use & (self._slot_of >= 0)).ravel()[candidates[order]]
+            order = order[np.argsort(~in_use, kind="stable")]
         out = candidates[order[self.num_slots :]]
         is_candidate[out] = False
         for number in out[(out < first) | (out >= first + num_experts)].tolist():
@@ -460,6 +483,8 @@ class ExpertCache:
         assert self.policy.prefetch is not None
         victim_scores = self.policy.prefetch.victim_scores().astype(float)
         victim_scores[self._slot_of < 0] = np.inf
+        if self._is_guest:
+            victim_scores[self._is_in_use] = np.inf
         if layer >= 0:
             # Whoever the layer at work reads stays until it is done.
             victim_scores[layer] = np.inf
@@ -508,6 +533,7 @@ class ExpertCache:
 
     def end_request(self, request_id: int) -> None:
         """A request has ended, well or not."""
+        self._denoising.discard(request_id)
         for listener in self.policy.listeners:
             listener.end_request(request_id)
 

@@ -4,6 +4,7 @@ All values are frozen. A wrong one raises ConfigError naming the field, the valu
 allowed. Nothing here reads the environment or a file.
 """
 
+import json
 import math
 import re
 import sys
@@ -19,6 +20,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # More than any machine has cores; far more threads than that cannot even be started.
 _MAX_THREADS = 1024
 ALGORITHMS = ("low_confidence", "joint_threshold")
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "lark")
 
 _UNITS = {
     "": 1,
@@ -166,6 +168,37 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer's text must be: any JSON object, JSON of a schema, a regular expression, or a
+    grammar in llguidance's variant of Lark.
+
+    `text`: the schema as JSON, the expression or the grammar; empty for `json_object`.
+    Raises: ConfigError for an unknown kind, or a text that must or must not be there.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        check_choice("grammar kind", self.kind, GRAMMAR_KINDS)
+        if not isinstance(self.text, str):
+            raise ConfigError(f"grammar text is {self.text!r}; allowed: a string")
+        if bool(self.text) == (self.kind == "json_object"):
+            needs = "none" if self.kind == "json_object" else "one that is not empty"
+            raise ConfigError(
+                f"grammar text for {self.kind} is {self.text[:50]!r}; allowed: {needs}"
+            )
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any]) -> "Grammar":
+        """JSON that a schema describes. Raises: ConfigError where the schema is no JSON."""
+        try:
+            return cls("json_schema", json.dumps(schema, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"the JSON schema cannot be written as JSON: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one answer is decoded. A field left None takes the checkpoint's value, else the default.
 
@@ -199,8 +232,11 @@ class SamplingParams:
     mask_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ConfigError(f"grammar is {self.grammar!r}; allowed: a Grammar, None")
         if self.algorithm is not None:
             check_choice("algorithm", self.algorithm, ALGORITHMS)
         minima = {
@@ -277,6 +313,7 @@ class DecodingParams:
     stop_token_ids: tuple[int, ...]
     mask_token_id: int
     eos_token_id: int | None
+    grammar: Grammar | None
 
     @classmethod
     def resolve(cls, params: SamplingParams) -> "DecodingParams":
@@ -320,6 +357,7 @@ class DecodingParams:
             stop_token_ids=tuple(params.stop_token_ids or ()),
             mask_token_id=params.mask_token_id,
             eos_token_id=params.eos_token_id,
+            grammar=params.grammar,
         )
 
 

@@ -1,7 +1,7 @@
-"""BlockDiffusionDecoder: prefill, then block by block, step by step.
+"""BlockDiffusionDecoder: prefill, then block by block, step by step, for one sequence or many.
 
-One request at a time walks through `decode`, which yields after every forward that changed
-something. The decoder knows tokens and masks; experts, caches and policies are below it.
+A DecodingSequence is where one request stands; the decoder runs forwards that several of them
+share. Both know tokens and masks; experts, caches and policies are below them.
 """
 
 import time
@@ -18,6 +18,7 @@ from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import Model
 from oled_moe.types import (
     BoolArray,
+    FloatArray,
     ForwardContext,
     ForwardOutcome,
     ForwardRow,
@@ -25,12 +26,21 @@ from oled_moe.types import (
     Phase,
     TokenState,
 )
-from oled_moe.unmasking import UNMASKING, BlockState, BlockUpdate, sample
+from oled_moe.unmasking import (
+    UNMASKING,
+    BlockState,
+    BlockUpdate,
+    ConfidenceArray,
+    Constraint,
+    sample,
+)
 
 # Layer-time confidence of a masked position that no forward has seen yet (architecture.md 3.1).
 FRESH_CONFIDENCE = 0.5
 # Most prompt tokens in one forward, rounded to whole blocks: bounds activations of long prompts.
 MAX_PREFILL_TOKENS = 2048
+# Of each row of logits the token and its probability.
+Best = tuple[IntArray, ConfidenceArray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,11 @@ class TokenChange:
 class DecodingStep:
     """What one denoising forward did to the block at work.
 
-    `answer_ids` are all answer tokens of finished blocks, final and cut at the end of the answer;
-    `is_last` says that there are no more. `token_ids` and `is_masked` are the block as it stands.
+    `answer_ids` are all answer tokens that no later step changes, cut at the end of the answer:
+    those of finished blocks, and a gap-free beginning of the block at work where its rule never
+    edits; `answer_probabilities` what the model gave each when it was committed, 1 where a
+    constraint left no choice. `is_last` says that there are no more. `token_ids` and `is_masked`
+    are the block as it stands.
     """
 
     block_id: int
@@ -61,6 +74,7 @@ class DecodingStep:
     is_last: bool
     finish_reason: str | None
     answer_ids: tuple[int, ...]
+    answer_probabilities: tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -102,9 +116,370 @@ class _Part:
     logit_tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
+class DecodingSequence:
+    """One request on its way through the decoder: its tokens, keys and values, and how far it is.
+
+    Made by `BlockDiffusionDecoder.begin`. A sequence that is dropped leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        params: DecodingParams,
+        request_id: int,
+        kv: SequenceKv,
+        *,
+        stop_rule: StopRule,
+        constraint: Constraint | None,
+        counters: DecodingCounters,
+    ) -> None:
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.request_id = request_id
+        self.kv = kv
+        self.counters = counters
+        self.finish_reason: str | None = None
+        self._stop_rule = stop_rule
+        self._constraint = constraint
+        self._generator = torch.Generator().manual_seed(params.seed)
+        self._unmasking = UNMASKING[params.algorithm](params)
+        self._answer_ids: list[int] = []
+        self._probabilities: list[float] = []
+        # Finished blocks whose keys and values are not those of their final tokens yet.
+        self._unstored: list[_Part] = []
+        length = params.block_length
+        self._num_blocks = num_positions(len(prompt_ids), params) // length
+        self._prefill_end = len(prompt_ids) // length * length
+        self._block_id = len(prompt_ids) // length
+        self._state = BlockState.start([], block_length=0, mask_id=0)
+        self._block_probability = self._confidence = np.empty(0, dtype=np.float32)
+        self._best_ids: IntArray = np.empty(0, dtype=np.int64)
+        if self._prefill_end == 0:
+            self._start_decoding()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Prompt tokens of the next prefill forward, 0 once there is nothing left to prefill."""
+        length = self.params.block_length
+        chunk = max(length, MAX_PREFILL_TOKENS // length * length)
+        return min(self._prefill_end - self.kv.length, chunk) if not self._answering else 0
+
+    @property
+    def _answering(self) -> bool:
+        return len(self._state.token_ids) > 0 or self.is_finished
+
+    # The parts of forwards
+
+    def prefill_part(self) -> "_Part":
+        """The next whole blocks of the prompt."""
+        start, size = self.kv.length, self.num_to_prefill
+        token_ids = np.array(self.prompt_ids[start : start + size])
+        return _Part(
+            self._row(start // self.params.block_length, 0, Phase.PREFILL, size),
+            start,
+            token_ids,
+            np.ones(size, dtype=np.float32),
+            np.full(size, TokenState.PROMPT, dtype=np.uint8),
+            token_ids,
+        )
+
+    def end_prefill(self) -> None:
+        """The part is in the cache. Mutates: keys and values; the first block when it was last."""
+        self.kv.advance(self.num_to_prefill)
+        self.counters.num_prefill_forwards += 1
+        if self.kv.length == self._prefill_end:
+            self._start_decoding()
+
+    def denoise_parts(self, *, wants_all_logits: bool) -> "tuple[_Part, ...]":
+        """Finished blocks that are not stored, and the block at work."""
+        state, is_looked_at = self._state, self._unmasking.looked_at(self._state)
+        if wants_all_logits:
+            is_looked_at[:] = True
+        length = self.params.block_length
+        part = _Part(
+            self._row(self._block_id, state.num_steps, Phase.DENOISE, length),
+            self._block_id * length,
+            state.token_ids,
+            np.where(state.is_masked, self._confidence, np.float32(1.0)),
+            _token_states(state),
+            np.where(state.is_masked, self._best_ids, state.token_ids),
+            is_looked_at.nonzero()[0],
+        )
+        return (*self._unstored, part)
+
+    def draws(self, is_looked_at: BoolArray) -> FloatArray | None:
+        """This step's random numbers [N] in [0, 1), None at temperature 0.
+
+        Every position of every step has one of its own, looked at or not, so that what is sampled
+        does not depend on which are.
+        """
+        if self.params.temperature == 0:
+            return None
+        size = len(is_looked_at)
+        draws = torch.rand(size, dtype=torch.float64, generator=self._generator).numpy()
+        chosen: FloatArray = draws[is_looked_at]
+        return chosen
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each position's token is just its likeliest one."""
+        return self.params.temperature == 0 and self._constraint is None
+
+    def take(
+        self, is_looked_at: BoolArray, logits_NV: torch.Tensor, *, best: "Best | None" = None
+    ) -> "tuple[DecodingStep, BlockUpdate, npt.NDArray[np.float32]]":
+        """What a forward's logits make of the block, and confidences float32 [B], NaN where none.
+
+        `best`: ids and probabilities of the rows where somebody has looked at them already.
+        Mutates: the sequence; a finished block is stored or left to be, and the next one begun.
+        """
+        params, state, counters = self.params, self._state, self.counters
+        start, block_id = self._block_id * params.block_length, self._block_id
+        for part in self._unstored:
+            self.kv.advance(part.row.num_tokens)
+        self._unstored = []
+        before = state.token_ids.copy()
+        if self._constraint is not None:
+            best_ids, confidence, update = self._constraint.update(
+                state, logits_NV, is_looked_at, self._unmasking, self.draws(is_looked_at)
+            )
+        else:
+            found = best or sample(logits_NV, params, self.draws(is_looked_at))
+            best_ids = np.full(len(is_looked_at), -1, dtype=np.int64)
+            confidence = np.full(len(is_looked_at), np.nan, dtype=np.float32)
+            best_ids[is_looked_at], confidence[is_looked_at] = found
+            update = self._unmasking.update(state, best_ids, confidence)
+        self._best_ids, self._confidence = best_ids, confidence
+        is_changed = update.accepted | update.edited
+        self._block_probability[is_changed] = confidence[is_changed]
+        counters.num_denoise_forwards += 1
+        counters.last_token_s = time.perf_counter()
+        counters.first_token_s = counters.first_token_s or counters.last_token_s
+        is_done = self._ends_mid_block(update) or not self._unmasking.wants_forward(state)
+        step = DecodingStep(
+            block_id,
+            state.num_steps - 1,
+            start,
+            tuple(state.token_ids.tolist()),
+            tuple(state.is_masked.tolist()),
+            _changes(before, state, is_changed, confidence, start),
+            is_done,
+            False,
+            None,
+            (),
+            (),
+        )
+        if is_done:
+            self._end_block()
+        return self._with_answer(step), update, confidence
+
+    def ended_step(self) -> "DecodingStep":
+        """The only step of an answer that needed no forward."""
+        block, counters = self._state, self.counters
+        counters.first_token_s = counters.last_token_s = time.perf_counter()
+        return self._with_answer(
+            DecodingStep(
+                self._block_id,
+                0,
+                self._block_id * self.params.block_length,
+                tuple(block.token_ids.tolist()),
+                tuple(block.is_masked.tolist()),
+                (),
+                True,
+                False,
+                None,
+                (),
+                (),
+            )
+        )
+
+    def parts_to_commit(self) -> "list[_Part]":
+        """Finished blocks that are not stored, for whoever stores them by forwards of their own."""
+        return list(self._unstored)
+
+    def committed(self) -> None:
+        """The first of those is stored. Mutates: keys and values."""
+        self.kv.advance(self._unstored.pop(0).row.num_tokens)
+        self.counters.num_commit_forwards += 1
+
+    # Blocks
+
+    def _start_decoding(self) -> None:
+        self.counters.prefill_end_s = time.perf_counter()
+        self._start_block()
+
+    def _start_block(self) -> None:
+        """The masks of the next block that needs a forward.
+
+        A constraint may fill blocks by itself; those end here.
+        """
+        params = self.params
+        while True:
+            start = self._block_id * params.block_length
+            self._state = state = BlockState.start(
+                self.prompt_ids[start : start + params.block_length],
+                block_length=params.block_length,
+                mask_id=params.mask_token_id,
+            )
+            self._unmasking = UNMASKING[params.algorithm](params)
+            self._confidence = np.full(params.block_length, FRESH_CONFIDENCE, dtype=np.float32)
+            self._block_probability = np.ones(params.block_length, dtype=np.float32)
+            self._best_ids = np.full(params.block_length, -1, dtype=np.int64)
+            if self._constraint is not None:
+                num_left = params.max_tokens - len(self._answer_ids)
+                self._constraint.start_block(state, num_left)
+            if state.is_masked.any() and not self._is_closed:
+                is_wanted = self._unmasking.wants_forward(state)
+                assert is_wanted, "a fresh block has masks"
+                return
+            if self._finish_block():
+                return
+
+    def _end_block(self) -> None:
+        """The block at work is done: the next one begins unless the answer has ended."""
+        if not self._finish_block():
+            self._start_block()
+
+    def _finish_block(self) -> bool:
+        """Take the block's tokens into the answer; returns whether it has ended.
+
+        Else the block becomes part of the prefix, or is left to be: its keys and values must come
+        from its final tokens. Mutates: the sequence.
+        """
+        state, length = self._state, self.params.block_length
+        self._answer_ids += state.token_ids[~state.is_prompt].tolist()
+        self._probabilities += self._block_probability[~state.is_prompt].tolist()
+        if self._end_of_answer(self._block_id == self._num_blocks - 1):
+            return True
+        # The last forward of a settled block saw exactly its final tokens.
+        if state.is_settled and not self._unstored:
+            self.kv.advance(length)
+        else:
+            self._unstored.append(
+                _Part(
+                    self._row(self._block_id, state.num_steps, Phase.COMMIT, length),
+                    self._block_id * length,
+                    state.token_ids,
+                    np.ones(length, dtype=np.float32),
+                    _token_states(state),
+                    state.token_ids,
+                )
+            )
+        self._block_id += 1
+        return False
+
+    def _row(self, block_id: int, step_id: int, phase: Phase, num_tokens: int) -> ForwardRow:
+        return ForwardRow(self.request_id, block_id, step_id, phase, num_tokens)
+
+    # The answer
+
+    def _with_answer(self, step: "DecodingStep") -> "DecodingStep":
+        """The step with all that is final of the answer, and its end if it has come."""
+        if self.is_finished:
+            answer = self._answer_ids
+        else:
+            answer = self._answer_ids + self._final_in_block()
+            answer = answer[: self.params.max_tokens]
+            first_end = self._first_end(answer)
+            answer = answer if first_end is None else answer[:first_end]
+        probabilities = self._probabilities
+        if len(answer) > len(probabilities):
+            probabilities = [
+                *probabilities,
+                *self._block_probability[~self._state.is_prompt].tolist(),
+            ]
+        return replace(
+            step,
+            is_last=self.is_finished,
+            finish_reason=self.finish_reason,
+            answer_ids=tuple(answer),
+            answer_probabilities=tuple(probabilities[: len(answer)]),
+        )
+
+    def _final_in_block(self) -> list[int]:
+        """The leading answer tokens of the block at work that no later step changes."""
+        state = self._state
+        if self._constraint is not None:
+            num_final = self._constraint.num_final(state)
+        elif self._unmasking.edits:
+            return []
+        else:
+            masks = state.is_masked.nonzero()[0]
+            num_final = int(masks[0]) if len(masks) else len(state.token_ids)
+        num_prompt = int(np.count_nonzero(state.is_prompt))
+        ids: list[int] = state.token_ids[num_prompt:num_final].tolist()
+        return ids
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether the constraint has nothing that may follow."""
+        return self._constraint is not None and self._constraint.num_tokens is not None
+
+    def _ends_mid_block(self, update: BlockUpdate) -> bool:
+        """Whether an eos was accepted now and every answer position before the first is filled.
+
+        Source: models.md 4, step 7. The 2.1 loop has no such exit: edits may still remove the eos.
+        """
+        params, state = self.params, self._state
+        if self._is_closed:
+            return True
+        if not params.eos_early_stop or self._unmasking.edits or params.ignore_eos:
+            return False
+        is_eos = self._is_end(state.token_ids) & ~state.is_masked & ~state.is_prompt
+        if not (is_eos & update.accepted).any():
+            return False
+        return not state.is_masked[: int(is_eos.argmax())].any()
+
+    def _end_of_answer(self, is_last_block: bool) -> bool:
+        """After a block: cut the answer at its end, if that has come. Mutates: the answer."""
+        params = self.params
+        answer = self._answer_ids[: params.max_tokens]
+        first_end = self._first_end(answer)
+        # Without eos_early_stop the 2.1 reference decodes every block and cuts afterwards; a stop
+        # id of the user's own ends the answer whatever the loop.
+        may_end = (
+            not self._unmasking.edits
+            or params.eos_early_stop
+            or (first_end is not None and answer[first_end - 1] in params.stop_token_ids)
+        )
+        cut = self._stop_rule(answer if first_end is None else answer[:first_end])
+        if cut is not None:
+            self._finish(cut, "stop")
+        elif self._constraint is not None and self._constraint.num_tokens is not None:
+            self._finish(self._constraint.num_tokens, "stop")
+        elif first_end is not None and (may_end or is_last_block):
+            self._finish(first_end, "stop")
+        elif is_last_block:
+            is_whole = self._constraint is not None and self._constraint.is_complete
+            self._finish(len(answer), "stop" if is_whole else "length")
+        return self.is_finished
+
+    def _finish(self, num_tokens: int, reason: str) -> None:
+        del self._answer_ids[num_tokens:], self._probabilities[num_tokens:]
+        self.finish_reason = reason
+
+    def _first_end(self, answer_ids: list[int]) -> int | None:
+        """How many tokens the answer has up to and including the first that ends it."""
+        ends = self._is_end(np.array(answer_ids, dtype=np.int64)).nonzero()[0]
+        return None if self.params.ignore_eos or not len(ends) else int(ends[0]) + 1
+
+    def _is_end(self, token_ids: IntArray) -> npt.NDArray[np.bool_]:
+        ends = [*self.params.stop_token_ids]
+        if self.params.eos_token_id is not None:
+            ends.append(self.params.eos_token_id)
+        return np.isin(token_ids, ends)
+
+
 class BlockDiffusionDecoder:
     """The loops of LLaDA2.0 and 2.1 over a prefix cache of finished blocks.
 
+    Several sequences share a forward where their blocks are equally long; each has keys and values,
+    confidences, draws and stop rules of its own, so that its tokens do not depend on its company.
     `start_forward` is called before each forward, `end_forward` after it, once it is known what was
     accepted. With `folds_commit` a finished block's keys and values are stored by the first forward
     of the next block, whose queries see them there; without, by a forward of their own.
@@ -139,159 +514,123 @@ class BlockDiffusionDecoder:
         stop_rule: StopRule = never_stop,
         counters: DecodingCounters | None = None,
     ) -> Iterator[DecodingStep]:
-        """Generate up to `max_tokens` behind the prompt; yields after every denoising forward.
+        """One sequence alone from its prompt to its end; yields after every denoising forward."""
+        sequence = self.begin(
+            prompt_ids, params, request_id=request_id, stop_rule=stop_rule, counters=counters
+        )
+        while sequence.num_to_prefill:
+            self.prefill([sequence])
+        is_last = False
+        while not is_last:
+            (step,) = self.denoise([sequence])
+            is_last = step.is_last
+            yield step
 
-        A mask id in the prompt is prompt. The last step carries the finish reason.
-        """
-        counters = counters or DecodingCounters()
-        request = _Request(list(prompt_ids), params, request_id, counters)
-        kv = self._model.new_kv(request.num_positions)
-        self._prefill(request, kv)
-        counters.prefill_end_s = time.perf_counter()
-        generator = torch.Generator().manual_seed(params.seed)
-        num_blocks = request.num_positions // params.block_length
-        # A finished block whose keys and values are not those of its final tokens yet.
-        unstored: _Part | None = None
-        for block_id in range(len(prompt_ids) // params.block_length, num_blocks):
-            is_last_block = block_id == num_blocks - 1
-            for step in self._denoise_block(request, kv, block_id, generator, unstored):
-                ended = step.is_block_done and request.end_of_answer(step, stop_rule, is_last_block)
-                yield request.close(step) if ended else step
-                if ended:
-                    return
-            unstored = self._store(request, kv, block_id)
-
-    def _prefill(self, request: "_Request", kv: SequenceKv) -> None:
-        """Keys and values of the whole prompt blocks, in one forward where they are not many."""
-        length = request.params.block_length
-        end = len(request.prompt_ids) // length * length
-        chunk = max(length, MAX_PREFILL_TOKENS // length * length)
-        for start in range(0, end, chunk):
-            token_ids = np.array(request.prompt_ids[start : min(start + chunk, end)])
-            size = len(token_ids)
-            part = _Part(
-                request.row(start // length, 0, Phase.PREFILL, size),
-                start,
-                token_ids,
-                np.ones(size, dtype=np.float32),
-                np.full(size, TokenState.PROMPT, dtype=np.uint8),
-                token_ids,
-            )
-            self._forward_without_logits(part, kv, length)
-            kv.advance(size)
-            request.counters.num_prefill_forwards += 1
-
-    def _denoise_block(
+    def begin(
         self,
-        request: "_Request",
-        kv: SequenceKv,
-        block_id: int,
-        generator: torch.Generator,
-        unstored: _Part | None,
-    ) -> Iterator[DecodingStep]:
-        params, counters = request.params, request.counters
-        length = params.block_length
-        start = block_id * length
-        state = BlockState.start(
-            request.prompt_ids[start : start + length],
-            block_length=length,
-            mask_id=params.mask_token_id,
-        )
-        request.state = state
-        unmasking = UNMASKING[params.algorithm](params)
-        confidence = np.full(length, FRESH_CONFIDENCE, dtype=np.float32)
-        best_ids = np.full(length, -1, dtype=np.int64)
-        is_wanted = unmasking.wants_forward(state)
-        assert is_wanted, "a fresh block has masks"
-        while is_wanted:
-            is_looked_at = unmasking.looked_at(state)
-            if self.wants_all_logits:
-                is_looked_at[:] = True
-            part = _Part(
-                request.row(block_id, state.num_steps, Phase.DENOISE, length),
-                start,
-                state.token_ids,
-                np.where(state.is_masked, confidence, np.float32(1.0)),
-                _token_states(state),
-                np.where(state.is_masked, best_ids, state.token_ids),
-                is_looked_at.nonzero()[0],
-            )
-            parts = (part,) if unstored is None else (unstored, part)
-            context, logits_NV = self._forward(parts, kv, length)
-            assert logits_NV is not None
-            if unstored is not None:
-                kv.advance(length)
-                unstored = None
-            # The step's one synchronisation with the device.
-            best_ids, confidence = _sample_block(logits_NV, is_looked_at, params, generator)
-            counters.num_denoise_forwards += 1
-            before = state.token_ids.copy()
-            update = unmasking.update(state, best_ids, confidence)
-            self._end_forward(_outcome(context, confidence, update.accepted))
-            counters.last_token_s = time.perf_counter()
-            counters.first_token_s = counters.first_token_s or counters.last_token_s
-            is_stopped = params.eos_early_stop and request.ends_mid_block(update, start)
-            is_wanted = not is_stopped and unmasking.wants_forward(state)
-            yield request.step(
-                block_id,
-                start,
-                _changes(before, state, update, confidence, start),
-                is_block_done=not is_wanted,
-            )
+        prompt_ids: Sequence[int],
+        params: DecodingParams,
+        *,
+        request_id: int = 0,
+        stop_rule: StopRule = never_stop,
+        constraint: Constraint | None = None,
+        counters: DecodingCounters | None = None,
+    ) -> DecodingSequence:
+        """A sequence that will have up to `max_tokens` behind the prompt.
 
-    def _store(self, request: "_Request", kv: SequenceKv, block_id: int) -> _Part | None:
-        """Make the finished block part of the prefix; its K/V must come from its final tokens.
-
-        Returns what is left to do for it in the next block's first forward, None if nothing is.
+        A mask id in the prompt is prompt. `prefill` it while it has something to prefill, then
+        `denoise` it until its last step, which carries the finish reason.
         """
-        state, length = request.state, request.params.block_length
-        # The last forward of a settled block saw exactly its final tokens.
-        if state.is_settled:
-            kv.advance(length)
-            return None
-        part = _Part(
-            request.row(block_id, state.num_steps, Phase.COMMIT, length),
-            block_id * length,
-            state.token_ids,
-            np.ones(length, dtype=np.float32),
-            _token_states(state),
-            state.token_ids,
+        return DecodingSequence(
+            list(prompt_ids),
+            params,
+            request_id,
+            self._model.new_kv(num_positions(len(prompt_ids), params)),
+            stop_rule=stop_rule,
+            constraint=constraint,
+            counters=counters or DecodingCounters(),
         )
-        if self._folds_commit:
-            return part
-        self._forward_without_logits(part, kv, length)
-        kv.advance(length)
-        request.counters.num_commit_forwards += 1
-        return None
 
-    def _forward_without_logits(self, part: _Part, kv: SequenceKv, block_length: int) -> None:
-        context, _ = self._forward((part,), kv, block_length)
+    def prefill(self, sequences: Sequence[DecodingSequence]) -> None:
+        """One forward over the next part of each sequence's prompt. Mutates: the sequences."""
+        parts = [(sequence, (sequence.prefill_part(),)) for sequence in sequences]
+        self._forward_without_logits(parts)
+        for sequence in sequences:
+            sequence.end_prefill()
+
+    def denoise(self, sequences: Sequence[DecodingSequence]) -> list[DecodingStep]:
+        """One forward over the blocks of all sequences, one step of each. Mutates: them.
+
+        Sequences whose answer needed no forward at all get their only step without one.
+        """
+        if running := [sequence for sequence in sequences if not sequence.is_finished]:
+            found = dict(zip(map(id, running), self._denoise(running), strict=True))
+        return [
+            found[id(sequence)] if sequence in running else sequence.ended_step()
+            for sequence in sequences
+        ]
+
+    def _denoise(self, sequences: Sequence[DecodingSequence]) -> list[DecodingStep]:
+        parts = [
+            (sequence, sequence.denoise_parts(wants_all_logits=self.wants_all_logits))
+            for sequence in sequences
+        ]
+        context, logits_NV = self._forward(parts)
+        assert logits_NV is not None
+        outcome = ForwardOutcome.without_logits(context)
+        ends = np.cumsum([len(own[-1].logit_tokens) for _, own in parts]).tolist()
+        rows = [slice(*pair) for pair in zip([0, *ends[:-1]], ends, strict=True)]
+        best = _best_of_greedy(sequences, logits_NV, rows)
+        steps, end = [], 0
+        for (sequence, own), those, greedy in zip(parts, rows, best, strict=True):
+            end += sum(part.row.num_tokens for part in own)
+            is_looked_at = np.zeros(own[-1].row.num_tokens, dtype=np.bool_)
+            is_looked_at[own[-1].logit_tokens] = True
+            step, update, confidence = sequence.take(is_looked_at, logits_NV[those], best=greedy)
+            steps.append(step)
+            outcome.token_confidence[end - len(confidence) : end] = confidence
+            outcome.token_accepted[end - len(confidence) : end] = update.accepted
+        self._end_forward(outcome)
+        if not self._folds_commit:
+            self._commit(sequences)
+        return steps
+
+    def _commit(self, sequences: Sequence[DecodingSequence]) -> None:
+        """Store finished blocks by forwards of their own."""
+        for sequence in sequences:
+            for part in sequence.parts_to_commit():
+                self._forward_without_logits([(sequence, (part,))])
+                sequence.committed()
+
+    def _forward_without_logits(self, parts: "Sequence[_Parts]") -> None:
+        context, _ = self._forward(parts)
         self._end_forward(ForwardOutcome.without_logits(context))
 
-    def _forward(
-        self, parts: Sequence[_Part], kv: SequenceKv, block_length: int
-    ) -> tuple[ForwardContext, torch.Tensor | None]:
-        """One forward over consecutive parts of one sequence, the first behind its prefix."""
-        context = self._context(parts, block_length)
-        ids = torch.from_numpy(np.concatenate([part.token_ids for part in parts]))
+    def _forward(self, parts: "Sequence[_Parts]") -> tuple[ForwardContext, torch.Tensor | None]:
+        """One forward over consecutive parts of each sequence, its first behind its prefix."""
+        every = [part for _, own in parts for part in own]
+        context = self._context(every, parts[0][0].params.block_length)
+        ids = torch.from_numpy(np.concatenate([part.token_ids for part in every]))
         if self.wants_input_embedding:
             embedding = self._model.embed(ids).float().cpu().numpy()
             context = replace(context, input_embedding=embedding)
         self._start_forward(context)
         segments = tuple(
             Segment(
-                kv,
+                sequence.kv,
                 part.row.num_tokens,
                 len(part.logit_tokens) > 0,
-                part.start - kv.length,
+                part.start - sequence.kv.length,
                 torch.from_numpy(part.logit_tokens),
             )
-            for part in parts
+            for sequence, own in parts
+            for part in own
         )
-        positions = torch.arange(kv.length, kv.length + len(ids))
+        assert context.token_position is not None
+        positions = torch.from_numpy(context.token_position)
         return context, self._model.forward(ForwardBatch(ids, positions, segments, context))
 
-    def _context(self, parts: Sequence[_Part], block_length: int) -> ForwardContext:
+    def _context(self, parts: "Sequence[_Part]", block_length: int) -> ForwardContext:
         self._num_forwards += 1
         return ForwardContext(
             self._num_forwards - 1,
@@ -304,114 +643,29 @@ class BlockDiffusionDecoder:
         )
 
 
-class _Request:
-    """One request on its way through the decoder."""
+_Parts = tuple[DecodingSequence, tuple[_Part, ...]]
 
-    def __init__(
-        self,
-        prompt_ids: list[int],
-        params: DecodingParams,
-        request_id: int,
-        counters: DecodingCounters,
-    ) -> None:
-        self.prompt_ids = prompt_ids
-        self.params = params
-        self.request_id = request_id
-        self.counters = counters
-        self.answer_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self.state: BlockState = BlockState.start([], block_length=0, mask_id=0)
-        length = params.block_length
-        self.num_positions = -(-(len(prompt_ids) + params.max_tokens) // length) * length
 
-    def row(self, block_id: int, step_id: int, phase: Phase, num_tokens: int) -> ForwardRow:
-        return ForwardRow(self.request_id, block_id, step_id, phase, num_tokens)
+def num_positions(num_prompt_tokens: int, params: DecodingParams) -> int:
+    """Positions of prompt and answer, in whole blocks: the keys and values that a request needs."""
+    length = params.block_length
+    return -(-(num_prompt_tokens + params.max_tokens) // length) * length
 
-    def step(
-        self,
-        block_id: int,
-        start: int,
-        changes: tuple[TokenChange, ...],
-        *,
-        is_block_done: bool,
-    ) -> DecodingStep:
-        if is_block_done:
-            self.answer_ids += self.state.token_ids[~self.state.is_prompt].tolist()
-        return DecodingStep(
-            block_id,
-            self.state.num_steps - 1,
-            start,
-            tuple(self.state.token_ids.tolist()),
-            tuple(self.state.is_masked.tolist()),
-            changes,
-            is_block_done,
-            False,
-            None,
-            self._visible_answer(),
-        )
 
-    def _visible_answer(self) -> tuple[int, ...]:
-        """The finished blocks' tokens up to the end of the answer, should it have come."""
-        answer = self.answer_ids[: self.params.max_tokens]
-        first_end = self._first_end(answer)
-        return tuple(answer if first_end is None else answer[:first_end])
+def _best_of_greedy(
+    sequences: Sequence[DecodingSequence], logits_NV: torch.Tensor, rows: Sequence[slice]
+) -> list[Best | None]:
+    """Ids and probabilities of each sequence that only wants the likeliest, None for the others.
 
-    def ends_mid_block(self, update: BlockUpdate, start: int) -> bool:
-        """Whether an eos was accepted now and every answer position before the first is filled.
-
-        Source: models.md 4, step 7. The 2.1 loop has no such exit: edits may still remove the eos.
-        """
-        params, state = self.params, self.state
-        if params.algorithm != "low_confidence" or params.ignore_eos:
-            return False
-        is_eos = self._is_end(state.token_ids) & ~state.is_masked & ~state.is_prompt
-        if not (is_eos & update.accepted).any():
-            return False
-        return not state.is_masked[: int(is_eos.argmax())].any()
-
-    def end_of_answer(self, step: DecodingStep, stop_rule: StopRule, is_last_block: bool) -> bool:
-        """After a block: cut the answer at its end, if that has come. Mutates: the answer."""
-        params = self.params
-        answer = self.answer_ids[: params.max_tokens]
-        first_end = self._first_end(answer)
-        # Without eos_early_stop the 2.1 reference decodes every block and cuts afterwards; a stop
-        # id of the user's own ends the answer whatever the loop.
-        may_end = (
-            params.algorithm != "joint_threshold"
-            or params.eos_early_stop
-            or (first_end is not None and answer[first_end - 1] in params.stop_token_ids)
-        )
-        cut = stop_rule(answer if first_end is None else answer[:first_end])
-        if cut is not None:
-            self._finish(answer[:cut], "stop")
-        elif first_end is not None and (may_end or is_last_block):
-            self._finish(answer[:first_end], "stop")
-        elif is_last_block:
-            self._finish(answer, "length")
-        return self.finish_reason is not None
-
-    def _finish(self, answer_ids: list[int], reason: str) -> None:
-        self.answer_ids, self.finish_reason = answer_ids, reason
-
-    def close(self, step: DecodingStep) -> DecodingStep:
-        """The step as the last one."""
-        return replace(
-            step,
-            is_last=True,
-            finish_reason=self.finish_reason,
-            answer_ids=tuple(self.answer_ids),
-        )
-
-    def _first_end(self, answer_ids: list[int]) -> int | None:
-        """How many tokens the answer has up to and including the first that ends it."""
-        ends = self._is_end(np.array(answer_ids, dtype=np.int64)).nonzero()[0]
-        return None if self.params.ignore_eos or not len(ends) else int(ends[0]) + 1
-
-    def _is_end(self, token_ids: IntArray) -> npt.NDArray[np.bool_]:
-        ends = [*self.params.stop_token_ids]
-        if self.params.eos_token_id is not None:
-            ends.append(self.params.eos_token_id)
-        return np.isin(token_ids, ends)
+    One pass over all of them, with one synchronisation, where they agree about the mask.
+    """
+    first = sequences[0].params
+    if len(sequences) == 1 or not all(
+        each.is_greedy and each.params.mask_token_id == first.mask_token_id for each in sequences
+    ):
+        return [None] * len(sequences)
+    ids, probabilities = sample(logits_NV, first, None)
+    return [(ids[those], probabilities[those]) for those in rows]
 
 
 def _token_states(state: BlockState) -> npt.NDArray[np.uint8]:
@@ -421,45 +675,14 @@ def _token_states(state: BlockState) -> npt.NDArray[np.uint8]:
     return states
 
 
-def _sample_block(
-    logits_NV: torch.Tensor,
-    is_looked_at: BoolArray,
-    params: DecodingParams,
-    generator: torch.Generator,
-) -> tuple[IntArray, npt.NDArray[np.float32]]:
-    """The block's tokens int64 [B] and their probabilities float32 [B]; −1 and NaN elsewhere.
-
-    Every position of every step has a draw of its own, looked at or not, so that what is sampled
-    does not depend on which are.
-    """
-    size = len(is_looked_at)
-    draws = None
-    if params.temperature > 0:
-        draws = torch.rand(size, dtype=torch.float64, generator=generator).numpy()[is_looked_at]
-    best_ids = np.full(size, -1, dtype=np.int64)
-    confidence = np.full(size, np.nan, dtype=np.float32)
-    best_ids[is_looked_at], confidence[is_looked_at] = sample(logits_NV, params, draws)
-    return best_ids, confidence
-
-
-def _outcome(
-    context: ForwardContext, confidence: npt.NDArray[np.float32], accepted: BoolArray
-) -> ForwardOutcome:
-    """Of a denoising forward, whose last tokens are the block at work."""
-    outcome = ForwardOutcome.without_logits(context)
-    outcome.token_confidence[-len(confidence) :] = confidence
-    outcome.token_accepted[-len(accepted) :] = accepted
-    return outcome
-
-
 def _changes(
     before: IntArray,
     state: BlockState,
-    update: BlockUpdate,
+    is_changed: BoolArray,
     confidence: npt.NDArray[np.float32],
     start: int,
 ) -> tuple[TokenChange, ...]:
     return tuple(
         TokenChange(start + i, int(before[i]), int(state.token_ids[i]), float(confidence[i]))
-        for i in (update.accepted | update.edited).nonzero()[0].tolist()
+        for i in is_changed.nonzero()[0].tolist()
     )

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
@@ -36,10 +37,11 @@ from oled_moe.cuda_graphs import RecordedPieces
 from oled_moe.decoding import (
     MAX_PREFILL_TOKENS,
     BlockDiffusionDecoder,
-    DecodingCounters,
+    DecodingSequence,
     DecodingStep,
     TokenChange,
     never_stop,
+    num_positions,
 )
 from oled_moe.devices import Gpu, Progress, build_tiers, open_gpu
 from oled_moe.errors import (
@@ -69,8 +71,15 @@ from oled_moe.policies import OffloadPolicy, build_policy
 from oled_moe.profiler import SMALL_EXPERT_BYTES, default_profile_path, usable_memory_bytes
 from oled_moe.store import ExpertLayout, ExpertPart
 from oled_moe.tokenization import Tokenizer
-from oled_moe.types import ForwardContext, ForwardOutcome, LayerDemand, LayerPlan, MoeShape
-from oled_moe.unmasking import SAMPLING_SLICE
+from oled_moe.types import (
+    CopyPlan,
+    ForwardContext,
+    ForwardOutcome,
+    LayerDemand,
+    LayerPlan,
+    MoeShape,
+)
+from oled_moe.unmasking import SAMPLING_SLICE, Constraint
 
 DEMO_MODEL = "demo"
 # Context that keys and values are planned for where nothing else is asked.
@@ -87,13 +96,15 @@ _DEFAULT_EOS_ID = 156892
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
     """One answer. `token_ids`: without the prompt, up to and including eos. `finish_reason`: stop
-    (eos, a stop id or string) or length. `text`: without special tokens and stop string; None
-    where the checkpoint has no tokenizer."""
+    (eos, a stop id or string, the end of a grammar) or length. `text`: without special tokens and
+    stop string; None where the checkpoint has no tokenizer. `probabilities`: one for each token,
+    what the model gave it when it was committed."""
 
     text: str | None
     token_ids: list[int]
     finish_reason: str
     stats: GenerationStats
+    probabilities: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +113,9 @@ class StepEvent:
 
     `token_ids` and `is_masked` are the block at work, whose first position is `block_start`
     counted from the start of the prompt; `changes` what this step did. `text` is the answer so
-    far: it only grows, and no later step changes it. `result` is set on the last event.
+    far: it only grows, and no later step changes it; `answer_ids` are the tokens it comes from,
+    `answer_probabilities` what the model gave each when it was committed (1 where a grammar left no
+    choice). `result` is set on the last event.
     """
 
     block_id: int
@@ -113,6 +126,8 @@ class StepEvent:
     changes: tuple[TokenChange, ...]
     is_block_done: bool
     text: str | None
+    answer_ids: tuple[int, ...]
+    answer_probabilities: tuple[float, ...]
     result: GenerationResult | None
 
     @property
@@ -161,10 +176,11 @@ def _find_snapshot(repository: Path) -> Path | None:
 
 
 class Engine:
-    """A loaded model with its experts offloaded; generates one answer at a time.
+    """A loaded model with its experts offloaded.
 
-    `model`: `demo`, a directory, or a hub id in the local cache. Several threads may call; their
-    answers are made one after another. `progress(what, done, total)` is told of long loading.
+    `model`: `demo`, a directory, or a hub id in the local cache. Several threads may call
+    `generate` and `stream`; their answers are made one after another. A `Scheduler` has requests
+    share forwards. `progress(what, done, total)` is told of long loading.
 
     Raises: ModelNotFoundError, CheckpointError, ConfigError, DoesNotFitError; nothing stays loaded
     then.
@@ -257,6 +273,7 @@ class Engine:
         self._turn_owner: threading.Thread | None = None
         self._process_id = os.getpid()
         self._num_requests = 0
+        self._running: set[int] = set()
         self.num_threads = num_threads
         torch.set_num_threads(num_threads)
         self._native = native_kernels() if self.dtype == torch.bfloat16 else None
@@ -312,12 +329,7 @@ class Engine:
         The prompt is checked at once; the engine is busy from the first event until the last, or
         until the iterator is closed. Raises: as `generate`.
         """
-        if params is not None and not isinstance(params, SamplingParams):
-            raise ConfigError(f"params is {params!r}; allowed: SamplingParams, None")
-        self._check_open()
-        prompt_ids = self._prompt_ids(prompt)
-        resolved = self._resolve(params or SamplingParams(), len(prompt_ids))
-        return self._run(prompt_ids, resolved)
+        return self._run(self.check(prompt, params))
 
     def close(self) -> None:
         """Release memory, files and threads."""
@@ -336,62 +348,164 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _run(self, prompt_ids: list[int], params: DecodingParams) -> Iterator[StepEvent]:
+    def _run(self, prepared: "PreparedRequest") -> Iterator[StepEvent]:
         self._check_turn()
         # `with`, so that an interrupt finds no moment at which the turn is nobody's to give back.
         with self._turn:
             try:
                 self._turn_owner = threading.current_thread()
-                with cuda_errors("while generating"):
-                    yield from self._decode(prompt_ids, params)
+                yield from self._decode(prepared)
             finally:
                 self._turn_owner = None
 
-    def _decode(self, prompt_ids: list[int], params: DecodingParams) -> Iterator[StepEvent]:
-        counters, experts = DecodingCounters(), ExpertCounters()
-        planning_start_s, pool = self.experts.planning_s, self._tiers.pool
-        num_cancelled = pool.num_cancelled
+    def _decode(self, prepared: "PreparedRequest") -> Iterator[StepEvent]:
+        request = self._begin(prepared)
+        try:
+            while request.num_to_prefill:
+                self._prefill([request])
+            is_last = False
+            while not is_last:
+                (event,) = self._denoise([request])
+                is_last = event.result is not None
+                yield event
+        finally:
+            self._end(request)
 
-        def observe(demand: LayerDemand, plan: LayerPlan) -> None:
-            experts(demand, plan, pool.num_staged_ready)
+    # Several requests at a time, for whoever decides which go together
 
-        text = _TextStream(self.tokenizer, params.stop)
+    def check(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> "PreparedRequest":
+        """A prompt and parameters as they will be run, once. Raises: as `generate`."""
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ConfigError(f"params is {params!r}; allowed: SamplingParams, None")
+        self._check_open()
+        prompt_ids = self._prompt_ids(prompt)
+        resolved = self._resolve(params or SamplingParams(), len(prompt_ids))
+        constraint = None
+        if resolved.grammar is not None:
+            # Only structured answers need the library.
+            from oled_moe.grammar import build_constraint
+
+            constraint = build_constraint(self.tokenizer, resolved, self.model_config.vocab_size)
+        return PreparedRequest(prompt_ids, resolved, constraint)
+
+    def begin(self, prepared: "PreparedRequest") -> "RunningRequest":
+        """Give a request its keys and values. It is `end`ed whatever becomes of it."""
+        with self._own_turn():
+            return self._begin(prepared)
+
+    def prefill(self, requests: "Sequence[RunningRequest]") -> None:
+        """One forward over the next part of each request's prompt (`num_to_prefill` tokens)."""
+        with self._own_turn():
+            self._prefill(requests)
+
+    def denoise(self, requests: "Sequence[RunningRequest]") -> list[StepEvent]:
+        """One step of each request in one forward; their blocks are equally long."""
+        with self._own_turn():
+            return self._denoise(requests)
+
+    def end(self, request: "RunningRequest") -> None:
+        """A request has its result or is given up: nothing of it is left. May be called again."""
+        with self._own_turn():
+            self._end(request)
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        self._check_turn()
+        with self._turn:
+            yield
+
+    def _begin(self, prepared: "PreparedRequest") -> "RunningRequest":
+        text = _TextStream(self.tokenizer, prepared.params.stop)
         request_id = self._num_requests
         self._num_requests += 1
-        self.experts.observers.append(observe)
-        self.experts.copy_observers.append(experts.copied_ahead)
-        try:
-            for step in self._decoder.decode(
-                prompt_ids,
-                params,
+        with cuda_errors("while generating"):
+            sequence = self._decoder.begin(
+                prepared.prompt_ids,
+                prepared.params,
                 request_id=request_id,
-                stop_rule=text.stop_rule if params.stop else never_stop,
-                counters=counters,
-            ):
-                result = None
-                if step.is_last:
-                    experts.cancelled(pool.num_cancelled - num_cancelled)
-                    stats = generation_stats(
-                        counters,
-                        experts,
-                        num_tokens=len(step.answer_ids),
-                        expert_bytes=self._tiers.layout.weight_bytes,
-                        max_resident_experts=self._tiers.pool.num_filled,
-                        expert_memory_bytes=self.memory_plan.expert_memory_bytes,
-                        planning_s=self.experts.planning_s - planning_start_s,
-                    )
-                    result = GenerationResult(
-                        text.final(step.answer_ids),
-                        list(step.answer_ids),
-                        step.finish_reason or "length",
-                        stats,
-                    )
-                yield _event(step, text, result)
-        finally:
-            self.experts.observers.remove(observe)
-            self.experts.copy_observers.remove(experts.copied_ahead)
-            self.cache.end_request(request_id)
+                stop_rule=text.stop_rule if prepared.params.stop else never_stop,
+                constraint=prepared.constraint,
+            )
+        self._running.add(request_id)
+        return RunningRequest(request_id, sequence, text, ExpertCounters())
+
+    def _prefill(self, requests: "Sequence[RunningRequest]") -> None:
+        with self._counting(requests), cuda_errors("while generating"):
+            self._decoder.prefill([request.sequence for request in requests])
+
+    def _denoise(self, requests: "Sequence[RunningRequest]") -> list[StepEvent]:
+        with self._counting(requests), cuda_errors("while generating"):
+            steps = self._decoder.denoise([request.sequence for request in requests])
+        return [self._event(*pair) for pair in zip(requests, steps, strict=True)]
+
+    def _end(self, request: "RunningRequest") -> None:
+        if request.request_id in self._running:
+            self._running.remove(request.request_id)
+            self.cache.end_request(request.request_id)
             self.cache.check()
+
+    @contextmanager
+    def _counting(self, requests: "Sequence[RunningRequest]") -> Iterator[None]:
+        """Whatever happens meanwhile counts for each of the requests."""
+        pool, experts = self._tiers.pool, self.experts
+        planning_start_s, num_cancelled = experts.planning_s, pool.num_cancelled
+
+        def observe(demand: LayerDemand, plan: LayerPlan) -> None:
+            num_ready = pool.num_staged_ready
+            for request in requests:
+                request.experts(demand, plan, num_ready)
+
+        def copied_ahead(copies: CopyPlan) -> None:
+            for request in requests:
+                request.experts.copied_ahead(copies)
+
+        experts.observers.append(observe)
+        experts.copy_observers.append(copied_ahead)
+        try:
+            yield
+        finally:
+            experts.observers.remove(observe)
+            experts.copy_observers.remove(copied_ahead)
+            for request in requests:
+                request.planning_s += experts.planning_s - planning_start_s
+                request.experts.cancelled(pool.num_cancelled - num_cancelled)
+
+    def _event(self, request: "RunningRequest", step: DecodingStep) -> StepEvent:
+        request.num_answer_tokens = len(step.answer_ids)
+        text, result = request.text.so_far(step.answer_ids), None
+        if step.is_last:
+            stats = generation_stats(
+                request.sequence.counters,
+                request.experts,
+                num_tokens=len(step.answer_ids),
+                expert_bytes=self._tiers.layout.weight_bytes,
+                max_resident_experts=self._tiers.pool.num_filled,
+                expert_memory_bytes=self.memory_plan.expert_memory_bytes,
+                planning_s=request.planning_s,
+            )
+            text = request.text.final(step.answer_ids)
+            result = GenerationResult(
+                text,
+                list(step.answer_ids),
+                step.finish_reason or "length",
+                stats,
+                list(step.answer_probabilities),
+            )
+        return StepEvent(
+            step.block_id,
+            step.step_id,
+            step.block_start,
+            step.token_ids,
+            step.is_masked,
+            step.changes,
+            step.is_block_done,
+            text,
+            step.answer_ids,
+            step.answer_probabilities,
+            result,
+        )
 
     def start_forward(self, context: ForwardContext) -> None:
         """Before each forward, whoever drives the model: sets copies going and threads right."""
@@ -464,18 +578,46 @@ class Engine:
         return resolved
 
 
-def _event(step: DecodingStep, text: "_TextStream", result: GenerationResult | None) -> StepEvent:
-    return StepEvent(
-        step.block_id,
-        step.step_id,
-        step.block_start,
-        step.token_ids,
-        step.is_masked,
-        step.changes,
-        step.is_block_done,
-        text.so_far(step.answer_ids) if result is None else result.text,
-        result,
-    )
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A prompt and parameters that the engine can run, once: the constraint keeps its place."""
+
+    prompt_ids: list[int]
+    params: DecodingParams
+    constraint: Constraint | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that its keys and values will need."""
+        return num_positions(len(self.prompt_ids), self.params)
+
+
+@dataclass(slots=True)
+class RunningRequest:
+    """A request that has its keys and values. `experts` counts the forwards it took part in, those
+    that it shared with others included; `planning_s` is the time that deciding took in them;
+    `num_answer_tokens` are final."""
+
+    request_id: int
+    sequence: DecodingSequence
+    text: "_TextStream"
+    experts: ExpertCounters
+    planning_s: float = 0.0
+    num_answer_tokens: int = 0
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Prompt tokens of its next prefill forward; 0 once it can be denoised."""
+        return self.sequence.num_to_prefill
+
+    @property
+    def block_length(self) -> int:
+        return self.sequence.params.block_length
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that its keys and values have room for."""
+        return self.sequence.kv.capacity
 
 
 class _TextStream:
@@ -499,12 +641,14 @@ class _TextStream:
         return num_kept
 
     def so_far(self, answer_ids: Sequence[int]) -> str | None:
-        """Text that stays: no half character, nothing that may become a stop string."""
+        """Text that stays: no half character, no stop string nor what may become one."""
         if self._tokenizer is None:
             return None
         if self._decoded[0] != len(answer_ids):
             text = self._tokenizer.decode(answer_ids).rstrip("\ufffd")
-            self._decoded = (len(answer_ids), text[: len(text) - self._held_back(text)])
+            start = self._stop_start(text)
+            end = len(text) - self._held_back(text) if start is None else start
+            self._decoded = (len(answer_ids), text[:end])
         return self._decoded[1]
 
     def final(self, answer_ids: Sequence[int]) -> str | None:
@@ -684,13 +828,13 @@ def _needs(
     layout, itemsize = sizes.layout, sizes.layout.dtype.itemsize
     shape = MoeShape(model.num_moe_layers, model.num_experts, model.top_k, layout.slot_bytes)
     kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize
-    # Prefill holds, per token, the routed rows and their outputs, a few hidden vectors and a mask;
-    # a step holds the logits of its block, 64 tokens at most here, and what sampling makes of a
-    # few rows.
-    num_prefill = max(128, min(max_model_len, MAX_PREFILL_TOKENS))
-    rows_bytes = num_prefill * model.hidden_size * (2 * model.top_k * itemsize + 6 * itemsize + 8)
-    rows_bytes += num_prefill * max_model_len
-    logits_bytes = 4 * model.vocab_size * 64
+    # A forward holds, per token, the routed rows and their outputs, a few hidden vectors and a
+    # mask; a step holds the logits of every sequence's block, 64 tokens at most here, and what
+    # sampling makes of a few rows.
+    num_rows = max(128 * config.max_num_seqs, min(max_model_len, MAX_PREFILL_TOKENS))
+    rows_bytes = num_rows * model.hidden_size * (2 * model.top_k * itemsize + 6 * itemsize + 8)
+    rows_bytes += num_rows * max_model_len
+    logits_bytes = 4 * model.vocab_size * 64 * config.max_num_seqs
     logits_bytes += _SAMPLING_BYTES * min(
         64 * model.vocab_size, max(model.vocab_size, SAMPLING_SLICE)
     )

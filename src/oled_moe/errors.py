@@ -1,12 +1,15 @@
 """The exceptions a user can meet; each carries the process exit code of its kind.
 
     OledMoeError                1  failed while running
+    ├── QueueFullError          1  more requests wait than may
+    ├── ShuttingDownError       1  no request is taken any more, or this one was cut short
     ├── ConfigError             2  a flag, a parameter, a config value
     ├── InputError              2  a prompt, a message, a token id
     ├── CheckpointError         2  a file that is corrupt, incomplete or not supported
     ├── TraceError              2  a routing trace that is corrupt, or lacks what is needed
     │   └── TraceNotFoundError  3  no file at that path
     ├── ModelNotFoundError      3  nothing at that path, no such hub id in the local cache
+    ├── ServerNotFoundError     3  no server answers at that address
     ├── ExperimentNotFoundError 3  the experiments lie in a checkout, and this is none
     ├── DoesNotFitError         4  the memory plan cannot work
     └── MissingDependencyError  5  an optional package, named
@@ -19,6 +22,18 @@ class OledMoeError(Exception):
     """Base of all errors meant for the user."""
 
     exit_code = 1
+
+
+class QueueFullError(OledMoeError):
+    """As many requests wait as may; `retry_after_s` is a guess at when one will have gone."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDownError(OledMoeError):
+    """The scheduler is closing."""
 
 
 class ConfigError(OledMoeError, ValueError):
@@ -53,6 +68,12 @@ class TraceNotFoundError(TraceError):
 
 class ModelNotFoundError(OledMoeError):
     """No model at the place that was named."""
+
+    exit_code = 3
+
+
+class ServerNotFoundError(OledMoeError):
+    """Nothing answers at the address that was named."""
 
     exit_code = 3
 

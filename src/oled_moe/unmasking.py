@@ -55,7 +55,9 @@ class BlockUpdate:
 
 
 class UnmaskingPolicy(Protocol):
-    """Drives one block from masks to tokens."""
+    """Drives one block from masks to tokens. `edits`: accepted tokens may still be replaced."""
+
+    edits: bool
 
     def wants_forward(self, state: BlockState) -> bool:
         """Whether the block needs another forward. Mutates: counters of the state."""
@@ -75,6 +77,48 @@ class UnmaskingPolicy(Protocol):
         ...
 
 
+class Constraint(Protocol):
+    """What the tokens of one answer must obey; one object a request, told of its blocks in turn."""
+
+    def start_block(self, state: BlockState, num_left: int) -> None:
+        """Before a block's first forward: write the tokens that leave no choice.
+
+        `num_left`: answer tokens that may still come, this block's included. A block that is filled
+        has no forward. Mutates: the state, and what is known of the answer.
+        """
+        ...
+
+    def update(
+        self,
+        state: BlockState,
+        logits_NV: Tensor,
+        is_looked_at: BoolArray,
+        unmasking: UnmaskingPolicy,
+        draws_N: FloatArray | None,
+    ) -> tuple[IntArray, ConfidenceArray, BlockUpdate]:
+        """Settle what a forward's logits allow, one position at least.
+
+        Takes the place of `sample` and `UnmaskingPolicy.update`. Shapes: logits fp32 [N, V] and
+        draws [N] of the positions looked at; returns ids int64 [B], −1 where none, confidences
+        float32 [B], NaN where none, and what changed. Mutates: the state and the logits.
+        """
+        ...
+
+    def num_final(self, state: BlockState) -> int:
+        """How many leading positions of the block, its prompt's included, will not change."""
+        ...
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of the whole answer once nothing may follow them, None while something may."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer so far, cut where `max_tokens` cuts it, is whole."""
+        ...
+
+
 def transfer_schedule(block_length: int, steps: int) -> list[int]:
     """How many positions each step accepts at least: B over the steps, the first get the rest.
 
@@ -89,6 +133,8 @@ class LowConfidenceUnmaskingPolicy:
 
     Source: released LLaDA2.0 `generate` (models.md 4).
     """
+
+    edits = False
 
     def __init__(self, params: DecodingParams) -> None:
         self._threshold = params.threshold
@@ -118,6 +164,8 @@ class JointThresholdUnmaskingPolicy:
 
     Source: released LLaDA2.1 `generate` (models.md 5).
     """
+
+    edits = True
 
     def __init__(self, params: DecodingParams) -> None:
         self._threshold = params.threshold

@@ -69,42 +69,50 @@ def _prefill(inputs: PolicyInputs, default: str) -> str:
 
 
 def _priority(inputs: PolicyInputs) -> OffloadPolicy:
+    prefill = _prefill(inputs, "whole")
     policy = OffloadPolicy(
         inputs.spec,
-        PriorityRetentionPolicy(inputs.shape, prefill=_prefill(inputs, "whole")),
+        PriorityRetentionPolicy(inputs.shape, prefill=prefill),
         UniformAllocationPolicy(),
         LoadAllDispatchPolicy(),
+        spares_running=prefill == "tail",
     )
     return _with_prefetch(policy, inputs)
 
 
 def _priority_adapt(inputs: PolicyInputs) -> OffloadPolicy:
+    prefill = _prefill(inputs, "whole")
     policy = OffloadPolicy(
         inputs.spec,
-        PriorityRetentionPolicy(inputs.shape, prefill=_prefill(inputs, "whole")),
+        PriorityRetentionPolicy(inputs.shape, prefill=prefill),
         AdaptiveAllocationPolicy(inputs.shape),
         LoadAllDispatchPolicy(),
+        spares_running=prefill == "tail",
     )
     return _with_prefetch(policy, inputs)
 
 
 def _oled_load_aware(inputs: PolicyInputs) -> OffloadPolicy:
+    prefill = _prefill(inputs, "tail")
     policy = OffloadPolicy(
         inputs.spec,
-        PriorityRetentionPolicy(inputs.shape, prefill=_prefill(inputs, "tail")),
+        PriorityRetentionPolicy(inputs.shape, prefill=prefill),
         AdaptiveAllocationPolicy(inputs.shape),
         LoadReuseDispatchPolicy(inputs.shape, inputs.costs, is_reuse_aware=False),
+        spares_running=prefill == "tail",
     )
     return _with_prefetch(policy, inputs)
 
 
 def _oled(inputs: PolicyInputs) -> OffloadPolicy:
+    prefill = _prefill(inputs, "tail")
     overlap = inputs.parameters.real("overlap", None)
     policy = OffloadPolicy(
         inputs.spec,
-        PriorityRetentionPolicy(inputs.shape, prefill=_prefill(inputs, "tail")),
+        PriorityRetentionPolicy(inputs.shape, prefill=prefill),
         AdaptiveAllocationPolicy(inputs.shape),
         LoadReuseDispatchPolicy(inputs.shape, inputs.costs, overlap=overlap),
+        spares_running=prefill == "tail",
     )
     return _with_prefetch(policy, inputs)
 
@@ -112,7 +120,7 @@ def _oled(inputs: PolicyInputs) -> OffloadPolicy:
 def _oled_plus(
     inputs: PolicyInputs, *, is_global: bool = False, prefetch: str = "none"
 ) -> OffloadPolicy:
-    parameters = inputs.parameters
+    parameters, prefill = inputs.parameters, _prefill(inputs, "tail")
     ingredients = Ingredients(
         state=parameters.flag("state", True),
         transition=parameters.flag("transition", True),
@@ -120,7 +128,7 @@ def _oled_plus(
         confidence=parameters.flag("confidence", True),
         history=parameters.flag("history", False),
     )
-    estimator = ReuseEstimator(inputs.shape, ingredients, prefill=_prefill(inputs, "tail"))
+    estimator = ReuseEstimator(inputs.shape, ingredients, prefill=prefill)
     retention: CalibratedRetentionPolicy
     if is_global:
         retention = GlobalCalibratedRetentionPolicy(estimator, inputs.shape)
@@ -137,6 +145,7 @@ def _oled_plus(
         LoadReuseDispatchPolicy(inputs.shape, inputs.costs, has_probabilities=True),
         listeners=(retention,),
         is_global=is_global,
+        spares_running=prefill == "tail",
         needs=frozenset({"token_ids"} if ingredients.history else ()),
     )
     return _with_prefetch(policy, inputs, prefetch)

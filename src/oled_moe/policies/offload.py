@@ -37,10 +37,11 @@ class OffloadPolicy:
 
     One object may play several parts and is then named in each. `is_global`: all slots are one
     pool over the layers, ranked by `retention`, which is then a GlobalRetentionPolicy.
-    `is_synchronous`: copies block the layer (see `LayerPlan.wave_sizes`). `needs` names optional
-    inputs without which it cannot work: "gate_scores" of LayerDemand, "input_embedding" and
-    "token_ids" of ForwardContext. `oracle` replaces all other parts but dispatch, and works in
-    simulation only.
+    `spares_running`: a forward that only prefills takes no slot from what requests at work used in
+    the latest denoising forward; it goes with `prefill=tail`. `is_synchronous`: copies block the
+    layer (see `LayerPlan.wave_sizes`). `needs` names optional inputs without which it cannot work:
+    "gate_scores" of LayerDemand, "input_embedding" and "token_ids" of ForwardContext. `oracle`
+    replaces all other parts but dispatch, and works in simulation only.
     """
 
     name: str
@@ -51,6 +52,7 @@ class OffloadPolicy:
     placement: PlacementPolicy | None = None
     listeners: tuple[ForwardListener, ...] = ()
     is_global: bool = False
+    spares_running: bool = False
     is_synchronous: bool = False
     needs: frozenset[str] = frozenset()
     oracle: OraclePolicy | None = None
