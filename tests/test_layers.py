@@ -81,7 +81,7 @@ def test_attention_is_block_causal(
     values = randn(kv_heads, num_keys, size, seed=2)
     start = num_keys - num_queries
     slices = query_slices(start, num_queries, block_length)
-    found = block_attention(queries, keys, values, slices)
+    found = block_attention(queries, [(keys, values, slices)])
     for t in range(num_queries):
         last = ((start + t) // block_length + 1) * block_length
         for head in range(kv_heads * group):

@@ -227,7 +227,8 @@ def test_native_attention(
     # As in a cache: room for more positions behind those that are there.
     room = torch.randn(2, num_groups, num_keys + 3, head_size, generator=generator).bfloat16()
     keys, values = room[:, :, :num_keys]
-    found = [each.attend(queries, keys, values) for each in with_threads(isa)]
+    segments = [(num_tokens, keys, values)]
+    found = [each.attend(queries, segments) for each in with_threads(isa)]
     expected = attention_of(queries, keys, values)
     check_same(found, expected, rtol=2**-7, atol=2e-3)
 
@@ -236,11 +237,11 @@ def test_native_attention(
 def test_attention(path: str, dtype: torch.dtype) -> None:
     queries = torch.randn(7, 8, 64).to(dtype)
     keys, values = (torch.randn(2, 33, 64).to(dtype) for _ in range(2))
-    found = rows.attend(queries, keys, values)
+    found = rows.attend(queries, [(7, keys, values)])
     expected = attention_of(queries, keys, values)
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2e-3)
     values[1, 5, 3] = float("nan")
-    is_nan = rows.attend(queries, keys, values).view(7, 8, 64).isnan()
+    is_nan = rows.attend(queries, [(7, keys, values)]).view(7, 8, 64).isnan()
     assert is_nan[:, 4:, 3].all() and not is_nan[:, :4].any()
 
 
@@ -250,7 +251,27 @@ def test_a_row_of_attention_does_not_depend_on_others(isa: str) -> None:
     queries = torch.randn(37, 4, 128).bfloat16()
     keys, values = (torch.randn(2, 50, 128).bfloat16() for _ in range(2))
     kernels = NativeKernels(isa)
-    together = kernels.attend(queries, keys, values)
+    together = kernels.attend(queries, [(37, keys, values)])
     for first, end in ((0, 1), (5, 20), (36, 37)):
-        part = kernels.attend(queries[first:end].contiguous(), keys, values)
+        part = kernels.attend(queries[first:end].contiguous(), [(end - first, keys, values)])
         assert torch.equal(part, together[first:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_several_segments_is_that_of_each(path: str, dtype: torch.dtype) -> None:
+    queries = torch.randn(30, 4, 32).to(dtype)
+    sizes = [(8, 20), (1, 3), (16, 65), (5, 5)]
+    # Keys lie in caches of different lengths.
+    rooms = [torch.randn(2, 2, keys + 9, 32).to(dtype) for _, keys in sizes]
+    segments = [
+        (tokens, room[0, :, :keys], room[1, :, :keys])
+        for (tokens, keys), room in zip(sizes, rooms, strict=True)
+    ]
+    found = rows.attend(queries, segments).split([tokens for tokens, _ in sizes])
+    parts = queries.split([tokens for tokens, _ in sizes])
+    for part, segment, out in zip(parts, segments, found, strict=True):
+        alone = rows.attend(part, [segment])
+        assert torch.equal(alone, out)
+        torch.testing.assert_close(
+            out.double(), attention_of(part, *segment[1:]), rtol=2**-7, atol=2e-3
+        )

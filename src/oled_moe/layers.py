@@ -196,37 +196,37 @@ def query_slices(
 
 
 def block_attention(
-    queries_TQH: Tensor,
-    keys_GSH: Tensor,
-    values_GSH: Tensor,
-    slices: Sequence[QuerySlice],
+    queries_TQH: Tensor, segments: Sequence[tuple[Tensor, Tensor, Sequence[QuerySlice]]]
 ) -> Tensor:
-    """Attention of the last T of S positions, slice by slice; returns [T, Q · H]."""
-    parts = [
-        _attend(
-            queries_TQH[part.first : part.end],
-            keys_GSH[:, : part.num_keys],
-            values_GSH[:, : part.num_keys],
-            part.mask_TS,
-        )
-        for part in slices
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """Attention of the tokens of several segments, each over its own keys; returns [T, Q · H].
+
+    `segments`: keys and values [G, S, H], whose last positions are the segment's tokens, and the
+    slices that they are cut into.
+    """
+    slices = [(part, keys, values) for keys, values, own in segments for part in own]
+    if all(part.mask_TS is None for part, _, _ in slices):
+        return attend(queries_TQH, [_unmasked(*each) for each in slices])
+    parts, end = [], 0
+    for part, keys_GSH, values_GSH in slices:
+        start, end = end, end + part.end - part.first
+        queries = queries_TQH[start:end]
+        if part.mask_TS is None:
+            parts.append(attend(queries, [_unmasked(part, keys_GSH, values_GSH)]))
+            continue
+        out_QTH = F.scaled_dot_product_attention(
+            queries.transpose(0, 1)[None],
+            keys_GSH[None, :, : part.num_keys],
+            values_GSH[None, :, : part.num_keys],
+            attn_mask=part.mask_TS,
+            enable_gqa=True,
+        )[0]
+        parts.append(out_QTH.transpose(0, 1).flatten(1))
+    return torch.cat(parts)
 
 
-def _attend(
-    queries_TQH: Tensor, keys_GSH: Tensor, values_GSH: Tensor, mask_TS: Tensor | None
-) -> Tensor:
-    if mask_TS is None:
-        return attend(queries_TQH, keys_GSH, values_GSH)
-    out_QTH = F.scaled_dot_product_attention(
-        queries_TQH.transpose(0, 1)[None],
-        keys_GSH[None],
-        values_GSH[None],
-        attn_mask=mask_TS,
-        enable_gqa=True,
-    )[0]
-    return out_QTH.transpose(0, 1).flatten(1)
+def _unmasked(part: QuerySlice, keys_GSH: Tensor, values_GSH: Tensor) -> tuple[int, Tensor, Tensor]:
+    """How many queries, and the keys and values that all of them see."""
+    return part.end - part.first, keys_GSH[:, : part.num_keys], values_GSH[:, : part.num_keys]
 
 
 def swiglu(hidden_TD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

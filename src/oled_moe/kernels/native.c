@@ -45,7 +45,7 @@
 #endif
 
 /* Raised with every change of what native.py calls, or of what it expects of a call. */
-#define ABI_VERSION 5
+#define ABI_VERSION 6
 /* The first 8 bytes of the SHA-256 of this file, from setup.py: no old build is used by mistake. */
 #ifndef SOURCE_ID
 #define SOURCE_ID 0
@@ -1303,39 +1303,56 @@ EXPORT int oled_norm(const void *x, const void *weight, void *out, int64_t num_r
 
 #define ATTENTION_ROWS 16
 
+/* Consecutive tokens that see the same keys: those of one sequence. Filled in by native.py. */
+typedef struct {
+    int64_t keys, values; /* addresses */
+    int64_t first_token, num_tokens, num_keys, head_stride;
+} Segment;
+
 typedef struct {
     Job job;
-    const uint16_t *queries, *keys, *values;
+    const uint16_t *queries;
     uint16_t *out;
-    int64_t num_tokens, num_queries, num_groups, num_keys, head_stride;
-    int64_t rows_of_group, tasks_of_group;
+    const Segment *segments;
+    int64_t num_queries, num_groups;
     size_t head_size;
     float scale;
 } Attention;
+
+/* How many tasks one key/value head of a segment is. */
+INLINE int64_t tasks_of_head(const Attention *p, const Segment *segment) {
+    return tasks_of(segment->num_tokens * (p->num_queries / p->num_groups), ATTENTION_ROWS);
+}
 
 /* Some rows of one key/value head: row r is token r / Q, query head r % Q, of Q heads a group. */
 static void run_attention(Job *job, int64_t task, Scratch *scratch) {
     Attention *p = (Attention *)job;
     const Kernels *kernels = job->kernels;
+    const Segment *segment = p->segments;
+    for (; task >= p->num_groups * tasks_of_head(p, segment); segment++)
+        task -= p->num_groups * tasks_of_head(p, segment);
     size_t size = p->head_size, stride = STATE_STRIDE(size);
-    int64_t heads = p->num_queries / p->num_groups, group = task / p->tasks_of_group;
-    int64_t first = task % p->tasks_of_group * ATTENTION_ROWS;
-    int num_rows = (int)smaller(ATTENTION_ROWS, p->rows_of_group - first);
+    int64_t heads = p->num_queries / p->num_groups, tasks = tasks_of_head(p, segment);
+    int64_t group = task / tasks, first = task % tasks * ATTENTION_ROWS;
+    int num_rows = (int)smaller(ATTENTION_ROWS, segment->num_tokens * heads - first);
     uint16_t rows[ATTENTION_ROWS * MAX_HEAD_SIZE];
     float state[ATTENTION_ROWS * (2 + MAX_HEAD_SIZE)];
     int64_t places[ATTENTION_ROWS];
     for (int r = 0; r < num_rows; r++) {
-        int64_t token = (first + r) / heads, head = group * heads + (first + r) % heads;
+        int64_t token = segment->first_token + (first + r) / heads;
+        int64_t head = group * heads + (first + r) % heads;
         places[r] = (token * p->num_queries + head) * (int64_t)size;
         memcpy(rows + r * size, p->queries + places[r], size * sizeof(uint16_t));
         memset(state + r * stride, 0, stride * sizeof(float));
         state[r * stride] = -3.40282347e38f;
     }
     kernels->lay_out(scratch->packed, rows, size, num_rows);
-    const uint16_t *keys = p->keys + group * p->head_stride;
-    const uint16_t *values = p->values + group * p->head_stride;
-    for (int64_t key = 0; key < p->num_keys; key += BLOCK) {
-        int count = (int)smaller(BLOCK, p->num_keys - key);
+    const uint16_t *keys = (const uint16_t *)(intptr_t)segment->keys;
+    const uint16_t *values = (const uint16_t *)(intptr_t)segment->values;
+    keys += group * segment->head_stride;
+    values += group * segment->head_stride;
+    for (int64_t key = 0; key < segment->num_keys; key += BLOCK) {
+        int count = (int)smaller(BLOCK, segment->num_keys - key);
         kernels->dots(scratch->first, keys + key * size, size, count, scratch->packed, num_rows,
                       NULL);
         kernels->attend(state, scratch->first, values + key * size, size, p->scale, num_rows,
@@ -1345,24 +1362,22 @@ static void run_attention(Job *job, int64_t task, Scratch *scratch) {
         kernels->store_attention(p->out + places[r], state + r * stride, size);
 }
 
-/* Every query sees every key. queries and out [T, Q, H]; keys and values [G, S, H], from one head to
- * the next `head_stride` numbers; query head q belongs to key head q / (Q / G). */
-EXPORT int oled_attention(const void *queries, const void *keys, const void *values, void *out,
-                          int64_t num_tokens, int64_t num_queries, int64_t num_groups,
-                          int64_t num_keys, int64_t head_size, int64_t head_stride, float scale,
-                          int isa, int num_threads) {
+/* Every query sees every key of its segment. queries and out [T, Q, H]; keys and values of a segment
+ * [G, S, H], from one head to the next `head_stride` numbers; query head q belongs to key head
+ * q / (Q / G). */
+EXPORT int oled_attention(const void *queries, void *out, const Segment *segments,
+                          int64_t num_segments, int64_t num_queries, int64_t num_groups,
+                          int64_t head_size, float scale, int isa, int num_threads) {
     const Kernels *kernels = kernels_of(isa);
     if (!kernels || head_size > MAX_HEAD_SIZE) return ERROR_ISA;
     Attention attention = {
         .job = {run_attention, kernels, 0, ATTENTION_ROWS, (size_t)head_size, 0},
-        .queries = queries, .keys = keys, .values = values, .out = out,
-        .num_tokens = num_tokens, .num_queries = num_queries, .num_groups = num_groups,
-        .num_keys = num_keys, .head_stride = head_stride,
-        .rows_of_group = num_tokens * (num_queries / num_groups),
+        .queries = queries, .out = out, .segments = segments,
+        .num_queries = num_queries, .num_groups = num_groups,
         .head_size = (size_t)head_size, .scale = scale,
     };
-    attention.tasks_of_group = tasks_of(attention.rows_of_group, ATTENTION_ROWS);
-    attention.job.num_tasks = num_groups * attention.tasks_of_group;
+    for (int64_t i = 0; i < num_segments; i++)
+        attention.job.num_tasks += num_groups * tasks_of_head(&attention, segments + i);
     Call call;
     int error = begin_call(&call, num_threads, scratch_bytes(&attention.job), 0);
     if (error) return error;

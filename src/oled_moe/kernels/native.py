@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.machinery
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # By their numbers in native.c, the slowest first.
 ISAS = ("generic", "avx2", "avx512-bf16")
-ABI_VERSION = 5
+ABI_VERSION = 6
 _DIRECTORY = Path(__file__).parent
 _REMEDY = "install again where there is a C compiler (pip install -e .)"
 _OUT_OF_MEMORY = -1
@@ -192,37 +193,44 @@ class NativeKernels:
             self._check(num_bad)
         return best_N, probability_N, num_bad == 0
 
-    def attend(self, queries_TQH: Tensor, keys_GSH: Tensor, values_GSH: Tensor) -> Tensor:
-        """softmax(q · kᵀ / √H) · v where every query sees every key; returns [T, Q · H].
+    def attend(self, queries_TQH: Tensor, segments: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
+        """softmax(q · kᵀ / √H) · v where every query sees every key of its segment; [T, Q · H].
 
-        Sums are fp32 and weights are not rounded. Shapes: queries bfloat16 [T, Q, H], contiguous;
-        keys and values bfloat16 [G, S, H], each head contiguous, at equal distances; G divides Q.
+        `segments`: in order, the number of tokens, and keys and values bfloat16 [G, S, H], each
+        head contiguous, at equal distances; the tokens add up to T. Sums are fp32 and weights are
+        not rounded. Shapes: queries bfloat16 [T, Q, H], contiguous; G divides Q.
         """
-        (num_tokens, num_queries, head_size), num_groups = queries_TQH.shape, len(keys_GSH)
-        num_keys = keys_GSH.shape[1]
+        num_tokens, num_queries, head_size = queries_TQH.shape
         assert queries_TQH.is_contiguous() and 0 < head_size <= MAX_HEAD_SIZE
-        assert num_queries % num_groups == 0 and num_keys > 0
-        for part in (keys_GSH, values_GSH):
-            assert part.dtype == queries_TQH.dtype == torch.bfloat16
-            assert part.shape == (num_groups, num_keys, head_size)
-            assert part.stride() == (keys_GSH.stride(0), head_size, 1)
+        assert queries_TQH.dtype == torch.bfloat16
+        num_groups, first, num_products = len(segments[0][1]), 0, 0
+        assert num_queries % num_groups == 0
+        table = []
+        for count, keys_GSH, values_GSH in segments:
+            num_keys, stride = keys_GSH.shape[1], keys_GSH.stride(0)
+            assert num_keys > 0 or not count
+            for part in (keys_GSH, values_GSH):
+                assert part.dtype == torch.bfloat16
+                assert part.shape == (num_groups, num_keys, head_size)
+                assert part.stride() == (stride, head_size, 1)
+            table += [keys_GSH.data_ptr(), values_GSH.data_ptr(), first, count, num_keys, stride]
+            first += count
+            num_products += count * num_keys
+        assert first == num_tokens
         out_TD = torch.empty(num_tokens, num_queries * head_size, dtype=torch.bfloat16)
         if num_tokens:
             self._check(
                 self._library.oled_attention(
                     queries_TQH.data_ptr(),
-                    keys_GSH.data_ptr(),
-                    values_GSH.data_ptr(),
                     out_TD.data_ptr(),
-                    num_tokens,
+                    (_LONG * len(table))(*table),
+                    len(segments),
                     num_queries,
                     num_groups,
-                    num_keys,
                     head_size,
-                    keys_GSH.stride(0),
                     head_size**-0.5,
                     self._isa,
-                    worthwhile_threads(num_tokens * num_queries * num_keys * 16, self.num_threads),
+                    worthwhile_threads(num_products * num_queries * 16, self.num_threads),
                 )
             )
         return out_TD
@@ -325,7 +333,7 @@ def _open_library(path: Path) -> ctypes.CDLL:
     library.oled_linear.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3]
     library.oled_combine.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, _INT, _INT]
     library.oled_choose.argtypes = [_POINTER, *[_LONG] * 3, _POINTER, _POINTER, _INT, _INT]
-    library.oled_attention.argtypes = [*[_POINTER] * 4, *[_LONG] * 6, ctypes.c_float, _INT, _INT]
+    library.oled_attention.argtypes = [*[_POINTER] * 3, *[_LONG] * 4, ctypes.c_float, _INT, _INT]
     library.oled_norm.argtypes = [*[_POINTER] * 3, *[_LONG] * 3, ctypes.c_float, _INT, _INT]
     library.oled_read.argtypes = [_POINTER, _LONG, _INT]
     library.oled_read.restype = ctypes.c_uint64

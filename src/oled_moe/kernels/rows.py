@@ -4,6 +4,8 @@ Native code serves on the CPU where it is there and measured faster, torch elsew
 depends on dtype and device alone. Legend: T tokens, K experts per token, N rows, V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,21 +71,29 @@ def router_logits(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return F.linear(hidden_TD.float(), weight_ED.float())
 
 
-def attend(queries_TQH: Tensor, keys_GSH: Tensor, values_GSH: Tensor) -> Tensor:
-    """Attention in which every query sees every key; returns [T, Q · H].
+def attend(queries_TQH: Tensor, segments: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
+    """Attention in which every query sees every key of its segment; returns [T, Q · H].
 
-    Shapes: queries [T, Q, H]; keys and values [G, S, H] in the same dtype, G divides Q.
+    `segments`: in order, the number of tokens, keys and values [G, S, H] in the queries' dtype; the
+    tokens add up to T. Shapes: queries [T, Q, H]; G divides Q.
     """
     is_plain = queries_TQH.dtype == torch.bfloat16 and queries_TQH.device.type == "cpu"
     if is_plain and queries_TQH.shape[-1] <= MAX_HEAD_SIZE:
         native = native_kernels()
         # With AVX2 torch is several times faster (benchmarks/kernels.py).
         if native is not None and native.isa == "avx512-bf16":
-            return native.attend(queries_TQH.contiguous(), keys_GSH, values_GSH)
-    out_QTH = F.scaled_dot_product_attention(
-        queries_TQH.transpose(0, 1)[None], keys_GSH[None], values_GSH[None], enable_gqa=True
-    )[0]
-    return out_QTH.transpose(0, 1).flatten(1)
+            return native.attend(queries_TQH.contiguous(), segments)
+    parts, end = [], 0
+    for count, keys_GSH, values_GSH in segments:
+        start, end = end, end + count
+        out_QTH = F.scaled_dot_product_attention(
+            queries_TQH[start:end].transpose(0, 1)[None],
+            keys_GSH[None],
+            values_GSH[None],
+            enable_gqa=True,
+        )[0]
+        parts.append(out_QTH.transpose(0, 1).flatten(1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def choose(logits_NV: Tensor, banned_id: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -537,13 +537,11 @@ class Llada2Moe:
 
     def _attend(self, layer: int, queries_TQH: Tensor, batch: ForwardBatch) -> Tensor:
         """Each segment over its sequence's keys and values; returns [T, Q · H]."""
-        parts, start = [], 0
-        for segment, slices in zip(batch.segments, batch.query_slices, strict=True):
-            end = start + segment.num_tokens
-            keys, values = segment.kv.written(layer, segment.offset + segment.num_tokens)
-            parts.append(block_attention(queries_TQH[start:end], keys, values, slices))
-            start = end
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        segments = [
+            (*segment.kv.written(layer, segment.offset + segment.num_tokens), slices)
+            for segment, slices in zip(batch.segments, batch.query_slices, strict=True)
+        ]
+        return block_attention(queries_TQH, segments)
 
     def _route(self, layer: int, attended: Tensor, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         """Hidden states behind attention, normed ones, and what the router makes of these: ids,
