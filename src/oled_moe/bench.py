@@ -7,11 +7,9 @@ drifts on the machine meets all cases alike. Out comes one plain value, ready fo
 import hashlib
 import json
 import math
-import os
 import random
 import resource
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from oled_moe import __version__
 from oled_moe.config import (
@@ -33,6 +30,7 @@ from oled_moe.config import (
 )
 from oled_moe.costs import CostModel
 from oled_moe.engine import Engine
+from oled_moe.environment import Load, git_revision
 from oled_moe.errors import ConfigError, OledMoeError
 from oled_moe.inspection import package_versions, plan_to_dict
 from oled_moe.memory import MemoryPlan
@@ -46,9 +44,8 @@ FORMAT_VERSION = 1
 MIN_REPETITIONS = 5
 MAX_REPETITIONS = 1000
 INTERVAL_LEVEL = 0.95
-# What one turn on a crowded core lasts at least, and cores of others that still count as idle.
+# What one turn on a crowded core lasts at least.
 _QUANTUM_S = 2e-3
-_IDLE_CORES = 0.25
 _PERCENTILES = (50, 90, 95, 99)
 
 # What is summed up per repetition, and compared with the first policy.
@@ -777,52 +774,6 @@ def _num_tokens(engine: Engine, request: Prompt) -> int:
 
 
 # Where it comes from
-
-
-class Load:
-    """How busy the machine was, and how much of that were others."""
-
-    def __init__(self) -> None:
-        self._average = os.getloadavg()
-        self._start = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float]:
-        times = psutil.cpu_times()._asdict()
-        # What guests of this machine use is in `user` already.
-        uncounted = ("idle", "iowait", "guest", "guest_nice")
-        busy_s = sum(value for name, value in times.items() if name not in uncounted)
-        return time.perf_counter(), busy_s - time.process_time()
-
-    def facts(self) -> dict[str, Any]:
-        clock, others_s = self._now()
-        busy_cores = max(0.0, (others_s - self._start[1]) / (clock - self._start[0]))
-        return {
-            "wall_s": clock - self._start[0],
-            "load_average_before": list(self._average),
-            "load_average_after": list(os.getloadavg()),
-            "other_busy_cores": busy_cores,
-            "is_idle": busy_cores <= _IDLE_CORES,
-        }
-
-
-def git_revision() -> str | None:
-    """The commit this package runs from, `+changes` where src differs; None outside its clone."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    revision = _git(root, "rev-parse", "HEAD")
-    return revision and revision + ("+changes" if _git(root, "status", "-s", "src") else "")
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def _plain_config(config: EngineConfig) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 The engine takes a string as it is; faces apply the chat template where the model has one.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oled_moe.config import SamplingParams
 from oled_moe.errors import InputError
@@ -31,13 +32,30 @@ def chat_request(
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
+    return conversation_request(engine, messages, params)
+
+
+def conversation_request(
+    engine: "Engine",
+    messages: Sequence[Mapping[str, Any]],
+    params: SamplingParams,
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[str, SamplingParams]:
+    """The prompt of a whole conversation, and parameters that end the answer with the turn.
+
+    `variables`: what else the chat template is given, `tools` for one.
+    Raises: InputError where the model has no chat template, or the template refuses.
+    """
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise InputError(f"{engine.path} has no tokenizer.json, which a conversation needs")
     role_end = tokenizer.token_id(ROLE_END)
     if role_end is not None:
         stop_ids = params.stop_token_ids
         if stop_ids is None:
             stop_ids = engine.sampling_defaults.stop_token_ids or ()
         params = replace(params, stop_token_ids=(*stop_ids, role_end))
-    return tokenizer.apply_chat_template(messages), params
+    return tokenizer.apply_chat_template(messages, **(variables or {})), params
 
 
 def with_face_defaults(engine: "Engine", params: SamplingParams) -> SamplingParams:

@@ -1,18 +1,15 @@
 """The demo: held-out questions for the bundled model, and the view of a block filling in."""
 
 import json
-import queue
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from oled_moe.block_screen import BlockView, watch
 from oled_moe.chat import chat_request, with_face_defaults
 from oled_moe.config import SamplingParams
 from oled_moe.engine import Engine, GenerationResult, StepEvent
@@ -20,12 +17,9 @@ from oled_moe.errors import ModelNotFoundError
 from oled_moe.metrics import combine_stats
 
 QUESTIONS_NAME = "questions.json"
-MASK = "▒"
 MAX_TOKENS = 128
 # Least time a frame stays: steps of so small a model are too fast to be seen.
 FRAME_S = 0.15
-# From which confidence on a fresh token has which colour.
-CONFIDENCE_STYLES = ((0.95, "bold green"), (0.7, "bold yellow"), (0.0, "bold red"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +136,8 @@ class Asked:
             SamplingParams(max_tokens=MAX_TOKENS)
         )
         assert engine.tokenizer is not None
-        self._tokenizer = engine.tokenizer
-        self._num_prompt_tokens = len(engine.tokenizer.encode(self._prompt))
-        self._block_id = -1
-        self._before_block = ""
-        self._so_far = ""
+        num_prompt_tokens = len(engine.tokenizer.encode(self._prompt))
+        self._view = BlockView(engine.tokenizer, num_prompt_tokens)
 
     def events(self) -> Iterator[StepEvent]:
         """Decode; may be called once."""
@@ -157,29 +148,8 @@ class Asked:
         return Answer(self.question, self._engine.generate(self._prompt, self._params))
 
     def frame(self, event: StepEvent, *, is_before: bool = False) -> Text:
-        """The answer as it stands: masks dim, tokens of this step coloured by confidence.
-
-        `is_before`: as it stood before this step.
-        """
-        if event.block_id != self._block_id:
-            self._block_id, self._before_block = event.block_id, self._so_far
-        self._so_far = event.text or ""
-        text = Text(self._before_block)
-        confidence = {change.position: change.confidence for change in event.changes}
-        block = zip(event.token_ids, event.is_masked, strict=True)
-        for position, (token_id, is_masked) in enumerate(block, start=event.block_start):
-            if position < self._num_prompt_tokens:
-                continue
-            if is_masked or (is_before and position in confidence):
-                text.append(MASK, "dim")
-            else:
-                style = _style_of(confidence[position]) if position in confidence else ""
-                text.append(self._tokenizer.decode([token_id]), style)
-        return text
-
-
-def _style_of(confidence: float) -> str:
-    return next(style for least, style in CONFIDENCE_STYLES if confidence >= least)
+        """The answer as it stands; see `BlockView.frame`."""
+        return self._view.frame(event, is_before=is_before)
 
 
 def answer_lines(number: int, answer: Answer) -> Text:
@@ -191,57 +161,22 @@ def answer_lines(number: int, answer: Answer) -> Text:
     return lines.append(f"\n    wrong, expected: {answer.question.expected}\n", "red")
 
 
-def watch(console: Console, asked: Asked, *, heading: str) -> Answer:
-    """Show one answer being denoised.
-
-    Decoding goes at its own speed in a thread; the view follows, slowly enough to be seen, so that
-    watching does not change what is measured.
-    """
-    frames: queue.SimpleQueue[StepEvent | BaseException] = queue.SimpleQueue()
-    is_stopped = threading.Event()
-
-    def decode() -> None:
-        try:
-            for event in asked.events():
-                frames.put(event)
-                if is_stopped.is_set():
-                    return
-        # Whatever went wrong belongs to the thread that watches.
-        except BaseException as error:  # noqa: B036 - carried to the watcher, see above
-            frames.put(error)
-
-    thread = threading.Thread(target=decode, name="oled-moe-demo", daemon=True)
-    thread.start()
-    try:
-        return _follow(console, asked, heading, frames)
-    finally:
-        is_stopped.set()
-        thread.join()
-
-
-def _follow(
-    console: Console,
-    asked: Asked,
-    heading: str,
-    frames: "queue.SimpleQueue[StepEvent | BaseException]",
-) -> Answer:
+def watch_question(console: Console, asked: Asked, *, heading: str) -> Answer:
+    """Show one answer being denoised, slowly enough to be seen."""
     title = Text(heading, "bold")
-    with Live(title, console=console, auto_refresh=False, transient=True) as live:
-        live.refresh()
-        while True:
-            event = frames.get()
-            if isinstance(event, BaseException):
-                raise event
-            # A block begins as masks; without this frame one that fills at once shows none.
-            for is_before in (True, False) if event.step_id == 0 else (False,):
-                num_masked = event.num_masked + (len(event.changes) if is_before else 0)
-                num_steps = event.step_id + (not is_before)
-                step = f"    block {event.block_id}, step {num_steps}, {num_masked} masks left"
-                text = _indented(asked.frame(event, is_before=is_before))
-                live.update(Group(title, text, Text(step, "dim")), refresh=True)
-                time.sleep(FRAME_S)
-            if event.result is not None:
-                return Answer(asked.question, event.result)
+
+    def draw(event: StepEvent, is_before: bool) -> RenderableType:
+        num_masked = event.num_masked + (len(event.changes) if is_before else 0)
+        num_steps = event.step_id + (not is_before)
+        step = f"    block {event.block_id}, step {num_steps}, {num_masked} masks left"
+        text = _indented(asked.frame(event, is_before=is_before))
+        return Group(title, text, Text(step, "dim"))
+
+    result = None
+    for event in watch(console, asked.events(), draw, first=title, frame_s=FRAME_S):
+        result = event.result
+    assert result is not None
+    return Answer(asked.question, result)
 
 
 def _indented(text: Text) -> Text:

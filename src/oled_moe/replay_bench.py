@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from oled_moe import __version__
-from oled_moe.bench import Load, git_revision, median_interval
+from oled_moe.bench import median_interval
 from oled_moe.checkpoint import Checkpoint
 from oled_moe.config import EngineConfig, check_int
 from oled_moe.costs import (
@@ -28,6 +28,7 @@ from oled_moe.costs import (
 )
 from oled_moe.counters import ExpertCounters
 from oled_moe.engine import Engine
+from oled_moe.environment import Load, git_revision
 from oled_moe.errors import ConfigError
 from oled_moe.hardware import load_hardware
 from oled_moe.inspection import package_versions
