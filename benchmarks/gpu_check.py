@@ -547,7 +547,8 @@ def measured_profile(plan: Plan, limits: Limits) -> HardwareProfile:
     """What decisions go by: the link as measured, and the CPU by its times at 1 and 16 rows."""
     layout, place = plan.layout, torch.device("cpu")
     num_slots = max(8, min(plan.arena_bytes, 2**28) // layout.slot_bytes)
-    arena, kernel = random_slots(layout, num_slots, place), KERNELS["cpu"](None)
+    arena = random_slots(layout, num_slots, place)
+    kernel = KERNELS["cpu"](torch.get_num_threads())
     num_experts = min(16, num_slots // 2)
     one_s, many_s = (
         time_kernel(kernel, arena, num_experts, rows, place)["median_s"] / num_experts

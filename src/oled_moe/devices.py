@@ -169,7 +169,7 @@ def _build_cpu(parts: _Parts) -> Tiers:
     """Slots in RAM, filled from disk by reading threads; the caller's thread computes."""
     store, layout = parts.store, parts.store.layout
     cache = parts.cache(has_cpu_experts=False)
-    kernel = KERNELS["cpu"](parts.num_threads)
+    kernel = KERNELS["cpu"](None)
     # Guesses keep a disk busy with few reads at a time, and demand soon finds threads free.
     num_readers = parts.hardware.disk_queue_depth
     copies = ThreadLane("read", num_threads=num_readers, most_ahead=max(1, num_readers // 2))
@@ -188,7 +188,7 @@ def _build_emulated(parts: _Parts) -> Tiers:
     """A RAM arena plays the device: NaN in free slots, a set rate, delays under a seed."""
     config, hardware, layout = parts.config, parts.hardware, parts.store.layout
     cache = parts.cache(has_cpu_experts=config.cpu_experts)
-    kernel = KERNELS["cpu"](parts.num_threads)
+    kernel = KERNELS["cpu"](None)
     host = HostExpertStore.from_store(parts.store, parts.tell("experts to RAM"))
     parts.store.close()
     jitter_s = hardware.emulated_jitter_s
@@ -265,7 +265,7 @@ def _build_cuda(parts: _Parts) -> Tiers:
         kernel=kernel,
         compute_lane=compute,
         cpu_lane=cpu,
-        cpu_kernel=KERNELS["cpu"](parts.num_threads),
+        cpu_kernel=KERNELS["cpu"](None),
         host_store=host if has_cpu_experts else None,
         link=link,
     )

@@ -52,6 +52,7 @@ from oled_moe.errors import (
     OledMoeError,
 )
 from oled_moe.experts import OffloadedExperts
+from oled_moe.grammar import GrammarCompiler
 from oled_moe.hardware import load_hardware
 from oled_moe.kernels.cpu import max_native_rows
 from oled_moe.kernels.native import native_kernels
@@ -86,6 +87,8 @@ DEMO_MODEL = "demo"
 DEFAULT_MODEL_LEN = 4096
 # What sampling makes per logit of the rows it takes at a time: sorted, summed, and ids of each.
 _SAMPLING_BYTES = 72
+# Rows of a forward from which native code is worth further threads even for the smallest experts.
+_WIDE_ROWS = 96
 # What kernels on the CPU keep for rows in their own order.
 _KERNEL_BYTES = 9 * 2**20
 # The family's ids, for checkpoints that name none (models.md 1.1).
@@ -202,6 +205,7 @@ class Engine:
         family = find_family(checkpoint.config)
         self.model_config = family.config(checkpoint.config)
         self.tokenizer = Tokenizer.load(self.path)
+        self._grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
         self.sampling_defaults = sampling_defaults_of(checkpoint, self.model_config, self.tokenizer)
         self.max_model_len = config.max_model_len or min(
             self.model_config.max_positions, DEFAULT_MODEL_LEN
@@ -236,6 +240,7 @@ class Engine:
         self._outer_threads = torch.get_num_threads()
         is_small = sizes.layout.weight_bytes < SMALL_EXPERT_BYTES
         num_threads = config.threads or (1 if is_small else self._outer_threads)
+        self._wide_threads = config.threads or self._outer_threads
         self._tiers = build_tiers(
             config,
             self.memory_plan,
@@ -384,10 +389,7 @@ class Engine:
         resolved = self._resolve(params or SamplingParams(), len(prompt_ids))
         constraint = None
         if resolved.grammar is not None:
-            # Only structured answers need the library.
-            from oled_moe.grammar import build_constraint
-
-            constraint = build_constraint(self.tokenizer, resolved, self.model_config.vocab_size)
+            constraint = self._grammars.constraint(resolved)
         return PreparedRequest(prompt_ids, resolved, constraint)
 
     def begin(self, prepared: "PreparedRequest") -> "RunningRequest":
@@ -513,6 +515,9 @@ class Engine:
         # busily, on the cores that it needs: with few rows torch has little to do that is worth it.
         is_native = context.num_tokens <= max_native_rows(self._native, self.dtype)
         torch.set_num_threads(1 if is_native else self.num_threads)
+        if self._native is not None:
+            is_wide = context.num_tokens >= _WIDE_ROWS
+            self._native.num_threads = self._wide_threads if is_wide else self.num_threads
         self.experts.start_forward(context)
 
     def _end_forward(self, outcome: ForwardOutcome) -> None:

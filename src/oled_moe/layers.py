@@ -226,7 +226,10 @@ def block_attention(
 
 def _unmasked(part: QuerySlice, keys_GSH: Tensor, values_GSH: Tensor) -> tuple[int, Tensor, Tensor]:
     """How many queries, and the keys and values that all of them see."""
-    return part.end - part.first, keys_GSH[:, : part.num_keys], values_GSH[:, : part.num_keys]
+    # Views cost as much as a small product: none is made where all keys are seen.
+    if part.num_keys < keys_GSH.shape[1]:
+        keys_GSH, values_GSH = keys_GSH[:, : part.num_keys], values_GSH[:, : part.num_keys]
+    return part.end - part.first, keys_GSH, values_GSH
 
 
 def swiglu(hidden_TD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

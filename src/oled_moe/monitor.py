@@ -71,6 +71,10 @@ class ExpertTotals:
     ahead: IntArray
     ahead_ready: IntArray
     evictions: IntArray
+    num_ahead: int
+    num_fetches: int
+    fetch_s: float
+    stall_s: float
     resident: IntArray
     capacity: IntArray
     utilization: FloatArray
@@ -136,6 +140,8 @@ class ExpertMonitor:
         self._seen: list[_Seen] = []
         self._context: ForwardContext | None = None
         self._first_cancelled = self._pool.num_cancelled
+        self._first_copies = self._pool.copy_times
+        self._first_wait_s = engine.experts.wait_s
         self._asked_ahead = np.zeros(2, dtype=np.int64)
         # These are shared; whoever touches them holds the lock, readers for as long as they copy.
         self._lock = threading.Lock()
@@ -163,6 +169,8 @@ class ExpertMonitor:
             counts, latest = self._counts.copy(), list(self._latest)
             resident = np.count_nonzero(self._is_resident, axis=1)
             num_copies, num_forwards = self._num_loaded + self._num_ahead, self._num_forwards
+            num_ahead = int(self._num_ahead.sum())
+        num_fetches, fetch_s = self._pool.copy_times
         capacity = self._capacities(latest)
         hits = np.array([0 if plan is None else len(plan.hit_ids) for plan in latest])
         num_bytes = (num_copies * self._shape.expert_bytes).tolist()
@@ -175,6 +183,10 @@ class ExpertMonitor:
             ahead=counts[_Row.AHEAD],
             ahead_ready=counts[_Row.AHEAD_READY],
             evictions=counts[_Row.EVICTIONS],
+            num_ahead=num_ahead,
+            num_fetches=num_fetches - self._first_copies[0],
+            fetch_s=fetch_s - self._first_copies[1],
+            stall_s=self._engine.experts.wait_s - self._first_wait_s,
             resident=resident,
             capacity=capacity,
             utilization=hits / np.maximum(capacity, 1),

@@ -773,7 +773,10 @@ def measure_gpu(device: torch.device, layout: ExpertLayout, effort: Effort) -> G
     wanted = max(effort.max_working_set_bytes // 2, 2 * layout.slot_bytes)
     num_slots = max(2, wanted // layout.slot_bytes)
     arena = torch.zeros(num_slots, layout.slot_bytes, dtype=torch.uint8, device=device)
-    kernel = best_gpu_kernel(lambda tensor: tensor.to(device)) if is_cuda else KERNELS["cpu"](None)
+    if is_cuda:
+        kernel = best_gpu_kernel(lambda tensor: tensor.to(device))
+    else:
+        kernel = KERNELS["cpu"](torch.get_num_threads())
     products, _ = expert_products("cuda", kernel, SlotArena(layout, arena), effort, synchronize)
     products += dense_products(
         "cuda", arena.view(-1), layout.hidden_size, layout.dtype, effort, synchronize

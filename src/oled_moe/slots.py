@@ -5,6 +5,7 @@ a reader runs only behind the copy it needs. Eviction is a change of tables else
 read-only and nothing is ever copied back.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -101,6 +102,8 @@ class SlotPool:
         # Sizes of the waves of synchronous loads still to come, and how many loads may be queued.
         self._waves: list[int] = []
         self._num_allowed = 0
+        self._copy_times = (0, 0.0)
+        self._copy_lock = threading.Lock()
         self.num_filled = 0
         self.num_staged_ready = 0
         self.num_cancelled = 0
@@ -111,6 +114,10 @@ class SlotPool:
     @property
     def num_slots(self) -> int:
         return len(self.arena)
+
+    @property
+    def copy_times(self) -> tuple[int, float]:
+        return self._copy_times
 
     def weights(self, slot: int) -> ExpertWeights:
         """The matrices in a slot; read them only behind its `ready` event."""
@@ -227,7 +234,12 @@ class SlotPool:
             after.append(_Ended(earlier))
 
         def work() -> None:
+            start_s = time.perf_counter()
             self._copy(layer, expert, target)
+            taken_s = time.perf_counter() - start_s
+            with self._copy_lock:
+                num_copies, total_s = self._copy_times
+                self._copy_times = (num_copies + 1, total_s + taken_s)
 
         submit = self._copy_lane.submit if is_urgent else self._copy_lane.submit_ahead
         return submit(work, after=after)

@@ -57,7 +57,7 @@ class EachExpert:
             out_ND[start:end] = self._mlp(rows_ND[start:end], arena.weights(slot))
 
 
-# Each is built once, with the number of threads it may use (None: torch's).
+# Each is built once, with the number of threads it may use (None: what native code is set to).
 KERNELS: dict[str, Callable[[int | None], ExpertKernel]] = {
     "reference": lambda _: EachExpert(reference.expert_mlp),
     "cpu": cpu.CpuExpertKernel,

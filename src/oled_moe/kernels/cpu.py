@@ -26,7 +26,8 @@ MAX_NATIVE_ROWS = {"avx512-bf16": 96, "avx2": sys.maxsize}
 
 
 class CpuExpertKernel:
-    """An ExpertKernel for host memory; `num_threads` of native code, None for as many as torch has.
+    """An ExpertKernel for host memory; `num_threads` of native code, None for as many as its
+    `num_threads` says at each call.
 
     `native` None leaves everything to torch.
     """
@@ -38,7 +39,7 @@ class CpuExpertKernel:
         native: NativeKernels | Literal["auto"] | None = "auto",
     ) -> None:
         self._native = native_kernels() if native == "auto" else native
-        self._num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        self._num_threads = num_threads
 
     def __call__(
         self,
@@ -73,7 +74,8 @@ class CpuExpertKernel:
         starts: IntArray,
         ends: IntArray,
     ) -> None:
-        num_threads = worthwhile_threads(len(slots) * arena.layout.weight_bytes, self._num_threads)
+        most = native.num_threads if self._num_threads is None else self._num_threads
+        num_threads = worthwhile_threads(len(slots) * arena.layout.weight_bytes, most)
         native.experts(arena, rows_ND, out_ND, slots, starts, ends, num_threads)
 
 
