@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import oled_moe.engine
 import oled_moe.inspection
 import oled_moe.profiler
-from oled_moe import cli_flags, demo_screen
+from oled_moe import block_screen, cli_flags, demo_screen
 from oled_moe.cli import main
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.demo_screen import Question, pick_questions
@@ -558,7 +558,7 @@ def test_a_block_is_shown_filling_in(model: str, monkeypatch: pytest.MonkeyPatch
     with Engine(model, EngineConfig(threads=1)) as engine:
         asked = demo_screen.Asked(engine, Question("hello", "none", "x"))
         frames = [asked.frame(event) for event in asked.events()]
-    assert demo_screen.MASK in frames[0].plain
+    assert block_screen.MASK in frames[0].plain
     assert any("green" in str(span.style) or "red" in str(span.style) for span in frames[0].spans)
     # Finished text stays in front of the block at work.
     assert len(frames[-1].plain) >= len(frames[0].plain)

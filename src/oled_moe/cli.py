@@ -18,6 +18,8 @@ import typer
 
 import oled_moe
 from oled_moe.cli_bench import bench
+from oled_moe.cli_bench_serve import bench_serve
+from oled_moe.cli_chat import chat
 from oled_moe.cli_flags import (
     MODEL_HELP,
     Device,
@@ -34,6 +36,7 @@ from oled_moe.cli_flags import (
 )
 from oled_moe.cli_plan import doctor, plan
 from oled_moe.cli_reproduce import reproduce
+from oled_moe.cli_serve import serve
 from oled_moe.cli_shared import (
     LogFlags,
     LogFormat,
@@ -270,9 +273,14 @@ def generate(
             note("statistics", stats_rows(opened, result))
 
 
+app.command(cls=PanelCommand, short_help="Talk with a model.")(chat)
+app.command(cls=PanelCommand, short_help="Serve a model over OpenAI's API, with a page.")(serve)
 app.command(cls=PanelCommand, short_help="Measure this machine; say whether MODEL fits.")(doctor)
 app.command(cls=PanelCommand, short_help="Say what MODEL would do on another machine.")(plan)
 app.command(cls=PanelCommand, short_help="Run policies side by side; table, page.")(bench)
+app.command("bench-serve", cls=PanelCommand, short_help="Put load on a server; table, JSON.")(
+    bench_serve
+)
 app.command(cls=PanelCommand, short_help="Replay a routing trace under any policy.")(simulate)
 app.command(cls=PanelCommand, short_help="Redo a figure of the paper.")(reproduce)
 
@@ -470,7 +478,7 @@ def _introduce(engine: "Engine", num_questions: int) -> None:
 
 def _ask_all(engine: "Engine", questions: "Sequence[Question]", console: Any) -> "list[Answer]":
     """Answer every question, after one that is not counted; shown on `console` if there is one."""
-    from oled_moe.demo_screen import Asked, answer_lines, watch
+    from oled_moe.demo_screen import Asked, answer_lines, watch_question
 
     answers = []
     with status_line() as say:
@@ -482,7 +490,7 @@ def _ask_all(engine: "Engine", questions: "Sequence[Question]", console: Any) ->
                 say(f"question {i} of {len(questions)}")
             asked = Asked(engine, question)
             if console is not None and console.is_terminal:
-                answer = watch(console, asked, heading=f"{i}  {question.text}")
+                answer = watch_question(console, asked, heading=f"{i}  {question.text}")
             else:
                 answer = asked.answer()
             if console is not None:

@@ -1,0 +1,497 @@
+"""Request and reply bodies, as the OpenAPI document describes them.
+
+Requests refuse fields they do not know. A field of the OpenAI or vLLM API that this server has
+nothing behind is known by name and accepted with the one value that asks for nothing; any other
+value is refused by name. Values are not converted: "1" is no number.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    JsonValue,
+    StringConstraints,
+)
+from pydantic_core import core_schema
+
+# As many strings as OpenAI's `stop` takes, and far more than anybody has used.
+MAX_STOPS = 4
+MAX_PROMPTS = 64
+_MAX_TOKEN_ID = 2**31 - 1
+_MAX_SEED = 2**63 - 1
+
+
+class Request(BaseModel):
+    """Base of request bodies."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Reply(BaseModel):
+    """Base of reply bodies."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Only:
+    """Marks a field that has nothing behind it: null, or a value that asks for nothing."""
+
+    def __init__(self, *allowed: Any) -> None:
+        self._allowed = (None, *allowed)
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {
+            "enum": list(self._allowed),
+            "description": "Nothing is behind it: taken only with a value that asks for nothing.",
+        }
+
+    def _check(self, value: Any) -> Any:
+        # By type too: 0 is False for Python alone.
+        if not any(value == each and _kind(value) == _kind(each) for each in self._allowed):
+            values = " or ".join(map(repr, self._allowed[1:])) or "null"
+            raise ValueError(f"not supported here; allowed: {values}, or leave it out")
+        return value
+
+
+def _kind(value: Any) -> type:
+    return float if isinstance(value, int | float) and not isinstance(value, bool) else type(value)
+
+
+_Nothing = Annotated[Any, Only()]
+_Zero = Annotated[Any, Only(0)]
+_One = Annotated[Any, Only(1)]
+_No = Annotated[Any, Only(False)]
+_Yes = Annotated[Any, Only(True)]
+_Name = Annotated[str, StringConstraints(max_length=256)]
+_TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_JsonObject = dict[str, JsonValue]
+
+
+# Parts of requests
+
+
+class TextPart(Request):
+    """One piece of a message; pieces of text are joined by line ends."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Request):
+    """`arguments`: a JSON object as text."""
+
+    name: _Name
+    arguments: str
+
+
+class ToolCall(Request):
+    id: _Name | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Request):
+    """One turn. `developer` is read as `system`; `content` may be null beside tool calls."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: _Name | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: _Name | None = None
+    # Written beside the text by lm-eval.
+    type: Annotated[Any, Only("text")] = None
+    refusal: _Nothing = None
+    audio: _Nothing = None
+    annotations: Annotated[Any, Only([])] = None
+
+
+class FunctionSpec(Request):
+    name: _Name
+    description: str | None = None
+    parameters: _JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(Request):
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionName(Request):
+    name: _Name
+
+
+class NamedTool(Request):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchemaFormat(Request):
+    """`schema`: a JSON schema; without one, any JSON object."""
+
+    name: _Name | None = None
+    description: str | None = None
+    schema_: _JsonObject | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Request):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Request):
+    type: Literal["json_object"]
+
+
+class JsonSchemaResponse(Request):
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaFormat
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaResponse, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(Request):
+    """One of these: what the answer's text must be."""
+
+    json_: _JsonObject | str | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = None
+    grammar: str | None = Field(None, description="A grammar in llguidance's form of Lark.")
+    choice: Annotated[list[_Stop], Field(min_length=1, max_length=1024)] | None = None
+    json_object: bool | None = None
+
+
+class StreamOptions(Request):
+    include_usage: bool | None = None
+    include_obfuscation: _No = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="Every chunk says how many tokens its choice has so far."
+    )
+
+
+class SamplingRequest(Request):
+    """What both ways of asking for an answer share."""
+
+    model: str = Field("", max_length=1024, description="A served name, or empty for the one.")
+    max_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKEN_ID)] | None = Field(
+        None,
+        description="Longest answer; default: the server's --max-tokens, else the model's own, "
+        "else what fits behind the prompt.",
+    )
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        None,
+        description="0 takes the likeliest tokens; default: the server's --temperature, else the "
+        "model's own, else 0, where OpenAI has 1.",
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MAX_TOKEN_ID)] | None = Field(
+        None, description="0 and -1: all tokens."
+    )
+    seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = Field(
+        None,
+        description="Choice i is drawn with seed + i. Default: the server's --seed, else another "
+        "one each time.",
+    )
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Not looked at here; it may choose a replica.")
+    # Ours: how blocks are denoised.
+    algorithm: (
+        Literal["low_confidence", "joint_threshold", "LowConfidence", "JointThreshold"] | None
+    ) = None
+    block_length: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    steps: Annotated[int, Field(ge=1, le=_MAX_TOKEN_ID)] | None = Field(
+        None, description="Most denoising steps of a block."
+    )
+    threshold: _Share | None = Field(None, description="Confidence that accepts a token.")
+    edit_threshold: _Share | None = Field(None, description="Confidence that replaces one.")
+    max_post_edit_steps: Annotated[int, Field(ge=0, le=1000)] | None = None
+    diffusing: bool | None = Field(
+        None,
+        description="Send the block at work after its denoising steps too. Needs `stream`.",
+    )
+    stream_mode: Literal["final", "eager"] | None = Field(
+        None,
+        description="Text is sent once no later step can change it; `low_confidence` never "
+        "changes a token, so that `eager` is the same. Refused for `joint_threshold`.",
+    )
+    # What the answer's text must be.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _JsonObject | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: Annotated[list[_Stop], Field(min_length=1, max_length=1024)] | None = None
+    # Known elsewhere, with nothing behind them here.
+    frequency_penalty: _Zero = None
+    presence_penalty: _Zero = None
+    repetition_penalty: _One = None
+    length_penalty: _One = None
+    logit_bias: Annotated[Any, Only({})] = None
+    min_p: _Zero = None
+    min_tokens: _Zero = None
+    best_of: _One = None
+    use_beam_search: _No = None
+    early_stopping: _No = None
+    include_stop_str_in_output: _No = None
+    skip_special_tokens: _Yes = None
+    spaces_between_special_tokens: _Yes = None
+    add_special_tokens: _No = None
+    prompt_logprobs: _Nothing = None
+    truncate_prompt_tokens: _Nothing = None
+    allowed_token_ids: _Nothing = None
+    bad_words: Annotated[Any, Only([])] = None
+    priority: _Zero = None
+
+
+class ChatRequest(SamplingRequest):
+    """A conversation to answer."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKEN_ID)] | None = Field(
+        None, description="The newer name of max_tokens; give one of them."
+    )
+    logprobs: bool | None = Field(
+        None,
+        description="The logarithm of each token's probability in the forward that committed it, "
+        "which other tokens of its block, before and behind it, may have preceded; 0 for tokens "
+        "that a grammar leaves no choice in.",
+    )
+    top_logprobs: _Zero = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: _JsonObject | None = Field(
+        None, description="Further variables of the chat template."
+    )
+    add_generation_prompt: _Yes = None
+    continue_final_message: _No = None
+    chat_template: _Nothing = None
+    documents: _Nothing = None
+    functions: _Nothing = None
+    function_call: _Nothing = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    audio: _Nothing = None
+    prediction: _Nothing = None
+    reasoning_effort: Annotated[Any, Only("none")] = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
+    store: _No = None
+    metadata: Annotated[Any, Only({})] = None
+    web_search_options: _Nothing = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionRequest(SamplingRequest):
+    """Prompts to go on from, taken as they are: texts, or token ids."""
+
+    prompt: (
+        str
+        | _TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    echo: bool | None = Field(None, description="Begin each text with its prompt.")
+    logprobs: _Zero = Field(None, description="0: of the tokens chosen, as in a chat.")
+    suffix: Annotated[Any, Only("")] = None
+    response_format: ResponseFormat | None = None
+
+
+class TokenizeRequest(Request):
+    """A text, or a conversation as the chat template writes it."""
+
+    model: str = Field("", max_length=1024)
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: _No = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: _JsonObject | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+
+
+class DetokenizeRequest(Request):
+    model: str = Field("", max_length=1024)
+    tokens: list[_TokenId]
+
+
+# Replies
+
+
+class ErrorDetail(Reply):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Reply):
+    """The body of every reply that is no success."""
+
+    error: ErrorDetail
+
+
+class DiffusionUsage(Reply):
+    """`nfe`: denoising and commit forwards that the answer took part in. `blocks`: blocks begun.
+    `edited_tokens`: tokens that a later step replaced. `bytes_fetched`: copies of experts in those
+    forwards, which other answers may have shared."""
+
+    nfe: int
+    blocks: int
+    tokens_per_forward: float
+    edited_tokens: int
+    expert_hit_rate: float
+    bytes_fetched: int
+
+
+class CompletionTokensDetails(Reply):
+    reasoning_tokens: Literal[0] = 0
+
+
+class Usage(Reply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
+    diffusion: DiffusionUsage
+
+
+class TokenLogprob(Reply):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[JsonValue] = []
+
+
+class ChatLogprobs(Reply):
+    content: Sequence[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Reply):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: None = None
+    text_offset: list[int]
+
+
+class CalledFunction(Reply):
+    name: str
+    arguments: str
+
+
+class CalledTool(Reply):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Reply):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: Sequence[CalledTool] | None = None
+
+
+class ChatChoice(Reply):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatReply(Reply):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: Sequence[ChatChoice]
+    usage: Usage
+
+
+class CompletionChoice(Reply):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"]
+
+
+class CompletionReply(Reply):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: Sequence[CompletionChoice]
+    usage: Usage
+
+
+class ModelCard(Reply):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["oled-moe"] = "oled-moe"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(Reply):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeReply(Reply):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeReply(Reply):
+    prompt: str
+
+
+class TokenizerReply(Reply):
+    """What evaluation harnesses ask before they use `/tokenize` and `/detokenize`. No token is ever
+    added to a text, so that there is no bos."""
+
+    tokenizer_class: str
+    bos_token: None = None
+    eos_token: str | None
+    pad_token: str | None
+    mask_token: str | None
+    chat_template: str | None
+    model_max_length: int
+    vocab_size: int
+    add_bos_token: Literal[False] = False
+    add_eos_token: Literal[False] = False
+
+
+class StatusReply(Reply):
+    status: str
+
+
+class VersionReply(Reply):
+    version: str

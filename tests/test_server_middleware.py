@@ -1,0 +1,201 @@
+"""What requests pass through before any route: ids, keys, sizes, strict JSON."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from served import SETTINGS, Exchange, ReadyBackend, fake_runtime
+from starlette.testclient import TestClient
+
+from oled_moe.server import ServerSettings, create_app
+from oled_moe.server_errors import ApiError
+from oled_moe.server_middleware import MAX_DEPTH, parse_json
+
+JSON = {"Content-Type": "application/json"}
+
+
+def client(**settings: Any) -> TestClient:
+    app = create_app(ReadyBackend(fake_runtime()), ServerSettings(("demo",), **settings))
+    return TestClient(app, raise_server_exceptions=False)
+
+
+def error_of(response: Any) -> dict[str, Any]:
+    body = response.json()
+    assert list(body) == ["error"]
+    assert list(body["error"]) == ["message", "type", "param", "code"]
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+# Request ids
+
+
+def test_a_request_id_is_echoed_or_made() -> None:
+    with client() as http:
+        assert (
+            http.get("/health", headers={"X-Request-ID": "a:b-1"}).headers["x-request-id"]
+            == "a:b-1"
+        )
+        made = http.get("/health").headers["x-request-id"]
+        assert len(made) == 32 and made != http.get("/health").headers["x-request-id"]
+
+
+@pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a\tb", "é".encode().decode("latin-1")])
+def test_a_request_id_that_would_spoil_logs_is_refused(given: str) -> None:
+    with client() as http:
+        response = http.get("/health", headers={"X-Request-ID": given.encode("latin-1")})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "X-Request-ID"
+    assert response.headers["x-request-id"] != given
+
+
+# Keys
+
+
+def test_each_key_opens_and_nothing_else_does() -> None:
+    with client(api_keys=("one", "two")) as http:
+        for key, status in (
+            ("Bearer one", 200),
+            ("bearer two", 200),
+            ("Bearer  two ", 200),
+            ("Bearer three", 401),
+            ("Bearer on", 401),
+            ("Bearer", 401),
+            ("Basic one", 401),
+            ("one", 401),
+        ):
+            response = http.get("/v1/models", headers={"Authorization": key})
+            assert response.status_code == status, key
+        response = http.get("/v1/models")
+    assert response.status_code == 401
+    error = error_of(response)
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_what_is_open_and_what_is_not() -> None:
+    opened = ("/health", "/ready", "/version", "/metrics", "/", "/openapi.json")
+    closed = ("/v1/models", "/tokenizer_info", "/experts", "/v1/nothing", "/pages")
+    with client(api_keys=("one",)) as http:
+        assert all(http.get(path).status_code != 401 for path in opened)
+        assert all(http.get(path).status_code == 401 for path in closed)
+        # The key is asked for before the body is looked at.
+        assert http.post("/v1/completions", content=b"{").status_code == 401
+
+
+# Sizes
+
+
+def test_a_body_that_announces_too_much_is_refused_unread() -> None:
+    with client(max_body_bytes=100) as http:
+        response = http.post("/v1/completions", content=b"x" * 101, headers=JSON)
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "request_too_large"
+    assert response.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("announced", [{}, {"content-length": "5"}])
+def test_a_body_is_counted_whatever_it_announces(announced: dict[str, str]) -> None:
+    async def play() -> None:
+        settings = ServerSettings(("demo",), max_body_bytes=100)
+        app = create_app(ReadyBackend(fake_runtime()), settings)
+        exchange = Exchange(app, "/v1/completions", "x" * 101, **announced)
+        assert await exchange.start() == 413
+        await exchange.task
+
+    asyncio.run(play())
+
+
+def test_a_body_of_just_the_limit_is_taken() -> None:
+    body = b'{"prompt": [75, 76], "max_tokens": 0}'
+    with client(max_body_bytes=len(body)) as http:
+        response = http.post("/v1/completions", content=body, headers=JSON)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "max_tokens"
+
+
+# JSON
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "object"),
+        (b"{", "is not JSON"),
+        (b"[]", "object"),
+        (b"null", "object"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": -Infinity}', "-Infinity"),
+        (b'{"a": 1e999}', "1e999"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "5000 digits"),
+        (b'{"a": "\xff"}', "UTF-8 from byte 7"),
+        (b'{"a": "\\ud800"}', "surrogate"),
+        (b'{"\\udfff": 1}', "surrogate"),
+        (b"[" * 100_000, "nested deeper"),
+        (b'{"a":' * 200 + b"1" + b"}" * 200, "nested deeper"),
+        (b'{"a": 1} x', "is not JSON"),
+    ],
+)
+def test_what_is_no_plain_json_is_refused_in_words(body: bytes, said: str) -> None:
+    with client() as http:
+        response = http.post("/v1/completions", content=body, headers=JSON)
+    assert response.status_code == 400
+    assert said in error_of(response)["message"]
+
+
+def test_json_is_read_as_it_is() -> None:
+    text = '{"a": [1, 2.5, -3, true, null, "\\u00e9\\ud83d\\ude00é"], "b": {}}'
+    assert parse_json(text.encode()) == {"a": [1, 2.5, -3, True, None, "é😀é"], "b": {}}
+    assert parse_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH) is not None
+    with pytest.raises(ApiError):
+        parse_json(b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1))
+
+
+def test_a_body_that_is_not_announced_as_json_is_refused() -> None:
+    with client() as http:
+        for kind in ({}, {"Content-Type": "text/plain"}):
+            response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers=kind)
+            assert response.status_code == 400
+            assert "Content-Type: application/json" in error_of(response)["message"]
+
+
+# CORS and routing
+
+
+def test_other_origins_are_let_in_only_where_asked() -> None:
+    asked = {
+        "Origin": "https://a.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    with client() as http:
+        assert (
+            "access-control-allow-origin" not in http.options("/v1/models", headers=asked).headers
+        )
+    with client(cors_origins=("https://a.example",), api_keys=("one",)) as http:
+        # A browser asks without the key.
+        response = http.options("/v1/chat/completions", headers=asked)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "https://a.example"
+        other = http.options("/v1/models", headers={**asked, "Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_routing_errors_have_the_same_shape() -> None:
+    with client() as http:
+        missing, wrong = http.get("/nothing"), http.delete("/v1/models")
+    assert missing.status_code == 404 and error_of(missing)["code"] == "not_found"
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "GET"
+    assert error_of(wrong)["code"] == "method"
+
+
+def test_an_unexpected_error_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = fake_runtime()
+    runtime.monitor = object()
+    app = create_app(ReadyBackend(runtime), SETTINGS)
+    with TestClient(app, raise_server_exceptions=False) as http:
+        response = http.get("/experts", headers={"X-Request-ID": "find-me"})
+    assert response.status_code == 500
+    assert error_of(response)["type"] == "server_error"
+    assert "snapshot" not in response.text
+    assert "find-me" in caplog.text and "snapshot" in caplog.text
