@@ -42,8 +42,8 @@ class ExpertCache:
     decided again once all are resident.
 
     For each forward: `start_forward`, `plan` for every layer in order, `end_forward`. Where the
-    policy `spares_running`, a forward that only prefills takes no slot from experts that the latest
-    denoising forward used, as long as a request that denoised has not ended.
+    policy `spares_running`, prompts take no slot from experts that requests at work used in the
+    latest denoising forward, which may be the same.
 
     Raises: ConfigError where there is not one slot, or more slots than experts, and for a policy
     that knows the future.
@@ -149,8 +149,11 @@ class ExpertCache:
         Mutates: residency, where the policy places or guesses experts.
         """
         policy, copies = self.policy, NO_COPIES
-        self._denoising |= {r.request_id for r in context.rows if r.phase == Phase.DENOISE}
-        self._is_guest = policy.spares_running and context.is_prefill and bool(self._denoising)
+        prefilled = {row.request_id for row in context.rows if row.phase == Phase.PREFILL}
+        self._denoising |= {row.request_id for row in context.rows if row.phase == Phase.DENOISE}
+        self._is_guest = (
+            policy.spares_running and bool(prefilled) and bool(self._denoising - prefilled)
+        )
         for listener in policy.listeners:
             listener.start_forward(context)
         if policy.placement is not None:
@@ -237,7 +240,7 @@ class ExpertCache:
     def _observe(self, demand: LayerDemand, num_hits: int, num_held: int) -> None:
         if demand.context.is_denoise and self.policy.spares_running:
             self._is_in_use[demand.layer] = False
-            self._is_in_use[demand.layer, demand.expert_ids] = True
+            self._is_in_use[demand.layer, _wanted_at_work(demand)] = True
         self.policy.retention.observe(demand)
         self.policy.dispatch.observe(demand)
         if demand.context.is_denoise:
@@ -624,6 +627,18 @@ class ExpertCache:
         if self.policy.placement is None:
             assert total == self.num_slots, "capacities do not sum to the slots"
         assert total <= self.num_slots, "capacities exceed the slots"
+
+
+def _wanted_at_work(demand: LayerDemand) -> IntArray:
+    """The experts that others than prompt tokens asked for; ids may come twice."""
+    rows = demand.context.rows
+    if all(row.phase != Phase.PREFILL for row in rows):
+        return demand.expert_ids
+    is_prompt = np.repeat(
+        [row.phase == Phase.PREFILL for row in rows], [row.num_tokens for row in rows]
+    )
+    wanted: IntArray = demand.topk_ids[~is_prompt].ravel()
+    return wanted
 
 
 def _waves(load_slots: list[int], read_slots: list[int]) -> tuple[int, ...]:

@@ -154,8 +154,9 @@ class DecodingSequence:
         self._state = BlockState.start([], block_length=0, mask_id=0)
         self._block_probability = self._confidence = np.empty(0, dtype=np.float32)
         self._best_ids: IntArray = np.empty(0, dtype=np.int64)
+        self._start_block()
         if self._prefill_end == 0:
-            self._start_decoding()
+            counters.prefill_end_s = time.perf_counter()
 
     @property
     def is_finished(self) -> bool:
@@ -163,15 +164,15 @@ class DecodingSequence:
         return self.finish_reason is not None
 
     @property
+    def num_left_to_prefill(self) -> int:
+        """Prompt tokens, in whole blocks, that are not in the cache yet."""
+        return 0 if self.is_finished else max(0, self._prefill_end - self.kv.length)
+
+    @property
     def num_to_prefill(self) -> int:
         """Prompt tokens of the next prefill forward, 0 once there is nothing left to prefill."""
         length = self.params.block_length
-        chunk = max(length, MAX_PREFILL_TOKENS // length * length)
-        return min(self._prefill_end - self.kv.length, chunk) if not self._answering else 0
-
-    @property
-    def _answering(self) -> bool:
-        return len(self._state.token_ids) > 0 or self.is_finished
+        return min(self.num_left_to_prefill, max(length, MAX_PREFILL_TOKENS // length * length))
 
     # The parts of forwards
 
@@ -189,14 +190,14 @@ class DecodingSequence:
         )
 
     def end_prefill(self) -> None:
-        """The part is in the cache. Mutates: keys and values; the first block when it was last."""
+        """The part is in the cache. Mutates: keys and values."""
         self.kv.advance(self.num_to_prefill)
         self.counters.num_prefill_forwards += 1
-        if self.kv.length == self._prefill_end:
-            self._start_decoding()
+        if not self.num_left_to_prefill:
+            self.counters.prefill_end_s = time.perf_counter()
 
     def denoise_parts(self, *, wants_all_logits: bool) -> "tuple[_Part, ...]":
-        """Finished blocks that are not stored, and the block at work."""
+        """The rest of the prompt, finished blocks that are not stored, and the block at work."""
         state, is_looked_at = self._state, self._unmasking.looked_at(self._state)
         if wants_all_logits:
             is_looked_at[:] = True
@@ -210,7 +211,11 @@ class DecodingSequence:
             np.where(state.is_masked, self._best_ids, state.token_ids),
             is_looked_at.nonzero()[0],
         )
-        return (*self._unstored, part)
+        if not self.num_to_prefill:
+            return (*self._unstored, part)
+        assert self.num_to_prefill == self.num_left_to_prefill, "the prompt is too long to ride"
+        self.counters.prefill_end_s = time.perf_counter()
+        return (self.prefill_part(), *self._unstored, part)
 
     def draws(self, is_looked_at: BoolArray) -> FloatArray | None:
         """This step's random numbers [N] in [0, 1), None at temperature 0.
@@ -240,6 +245,7 @@ class DecodingSequence:
         """
         params, state, counters = self.params, self._state, self.counters
         start, block_id = self._block_id * params.block_length, self._block_id
+        self.kv.advance(self.num_to_prefill)
         for part in self._unstored:
             self.kv.advance(part.row.num_tokens)
         self._unstored = []
@@ -260,7 +266,7 @@ class DecodingSequence:
         counters.num_denoise_forwards += 1
         counters.last_token_s = time.perf_counter()
         counters.first_token_s = counters.first_token_s or counters.last_token_s
-        is_done = self._ends_mid_block(update) or not self._unmasking.wants_forward(state)
+        is_done = self._ends_mid_block(update) or not self._wants_forward()
         step = DecodingStep(
             block_id,
             state.num_steps - 1,
@@ -309,10 +315,6 @@ class DecodingSequence:
 
     # Blocks
 
-    def _start_decoding(self) -> None:
-        self.counters.prefill_end_s = time.perf_counter()
-        self._start_block()
-
     def _start_block(self) -> None:
         """The masks of the next block that needs a forward.
 
@@ -333,12 +335,15 @@ class DecodingSequence:
             if self._constraint is not None:
                 num_left = params.max_tokens - len(self._answer_ids)
                 self._constraint.start_block(state, num_left)
-            if state.is_masked.any() and not self._is_closed:
-                is_wanted = self._unmasking.wants_forward(state)
-                assert is_wanted, "a fresh block has masks"
+            if self._wants_forward():
                 return
             if self._finish_block():
                 return
+
+    def _wants_forward(self) -> bool:
+        """Whether the block at work needs another forward. Mutates: counters of its state."""
+        rule = self._unmasking if self._constraint is None else self._constraint
+        return rule.wants_forward(self._state)
 
     def _end_block(self) -> None:
         """The block at work is done: the next one begins unless the answer has ended."""
@@ -439,6 +444,9 @@ class DecodingSequence:
         """After a block: cut the answer at its end, if that has come. Mutates: the answer."""
         params = self.params
         answer = self._answer_ids[: params.max_tokens]
+        if self._constraint is not None:
+            # Behind a constraint's end, tokens may stand that were never part of the answer.
+            answer = answer[: self._constraint.num_tokens]
         first_end = self._first_end(answer)
         # Without eos_early_stop the 2.1 reference decodes every block and cuts afterwards; a stop
         # id of the user's own ends the answer whatever the loop.
@@ -561,6 +569,7 @@ class BlockDiffusionDecoder:
     def denoise(self, sequences: Sequence[DecodingSequence]) -> list[DecodingStep]:
         """One forward over the blocks of all sequences, one step of each. Mutates: them.
 
+        What is left of a prompt, if it is no more than one prefill forward takes, rides along.
         Sequences whose answer needed no forward at all get their only step without one.
         """
         if running := [sequence for sequence in sequences if not sequence.is_finished]:

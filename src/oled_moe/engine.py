@@ -403,7 +403,10 @@ class Engine:
             self._prefill(requests)
 
     def denoise(self, requests: "Sequence[RunningRequest]") -> list[StepEvent]:
-        """One step of each request in one forward; their blocks are equally long."""
+        """One step of each request in one forward; their blocks are equally long.
+
+        A prompt of which one prefill forward's tokens are left rides along.
+        """
         with self._own_turn():
             return self._denoise(requests)
 
@@ -614,6 +617,11 @@ class RunningRequest:
     def num_to_prefill(self) -> int:
         """Prompt tokens of its next prefill forward; 0 once it can be denoised."""
         return self.sequence.num_to_prefill
+
+    @property
+    def num_left_to_prefill(self) -> int:
+        """Prompt tokens that are not in the cache yet."""
+        return self.sequence.num_left_to_prefill
 
     @property
     def block_length(self) -> int:

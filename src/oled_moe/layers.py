@@ -21,6 +21,8 @@ from oled_moe.types import ForwardContext
 
 # Most queries of a prompt whose attention scores exist at once.
 ATTENTION_SLICE = 128
+# Most blocks whose queries are attended to block by block.
+_MAX_SINGLE_BLOCKS = 8
 
 
 # Runs a pure function of tensors on them: called with its key (layer, name), which always means the
@@ -182,6 +184,14 @@ def query_slices(
     end = start + num_queries
     if start // block_length == (end - 1) // block_length:
         return (QuerySlice(0, num_queries, end, None),)
+    if end - start <= _MAX_SINGLE_BLOCKS * block_length:
+        # Few blocks: one call each, which need no mask and can share native calls.
+        ends = [*range((start // block_length + 1) * block_length, end, block_length), end]
+        firsts = [start, *ends[:-1]]
+        return tuple(
+            QuerySlice(first - start, last - start, last, None)
+            for first, last in zip(firsts, ends, strict=True)
+        )
     # In slices of whole blocks: the scores of a long prompt at once would take the most memory of
     # all, and a slice leaves out the keys that none of its queries may see.
     step = max(1, ATTENTION_SLICE // block_length) * block_length
@@ -265,3 +275,26 @@ def grouped_sigmoid_router(
     if top_k > 1:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     return ids_TK, weights_TK, scores_TE
+
+
+def softmax_router(
+    hidden_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    top_k: int,
+    is_normalised: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The router of SDAR, RND1 and LLaDA-MoE: ids int64 [T, K], shares and mixing weights fp32
+    [T, K], and all scores fp32 [T, E].
+
+    The product is rounded to the dtype of the activations, the softmax is fp32. Shares add up to
+    1; mixing weights are the same where `is_normalised`, else the probabilities as they are. A
+    bias takes part in the selection and in the weights. Source: models.md 2.3 and 2.4.
+    """
+    scores_TE = torch.softmax(linear(hidden_TD, weight_ED).float(), dim=-1)
+    if bias_E is not None:
+        scores_TE = scores_TE + bias_E.float()
+    chosen_TK, ids_TK = scores_TE.topk(top_k, dim=-1)
+    shares_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
+    return ids_TK, shares_TK, shares_TK if is_normalised else chosen_TK, scores_TE

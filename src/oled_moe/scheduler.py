@@ -7,7 +7,7 @@ next in line takes its place. What a request's tokens are does not depend on its
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -71,9 +71,10 @@ class Scheduler:
     """Runs requests on an engine, at most its `max_num_seqs` at a time; `max_waiting` more wait.
 
     Callbacks run on the scheduler's thread and must be quick. A request ends with exactly one of:
-    an event that has a result, `on_error`, its cancellation. Prefills and steps take turns, so that
-    neither a long prompt nor a full house keeps the others waiting. Requests whose blocks are not
-    equally long take turns too. `observers` are told of every forward.
+    an event that has a result, `on_error`, its cancellation. A prompt no longer than the blocks at
+    work rides along with them; longer ones have forwards of their own, which take turns with steps,
+    so that neither keeps the other waiting. Requests whose blocks are not equally long take turns
+    too. `observers` are told of every forward.
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = DEFAULT_MAX_WAITING) -> None:
@@ -231,11 +232,16 @@ class Scheduler:
 
     def _forward(self) -> None:
         """One forward, of prompts or of blocks, whose turn it is."""
-        to_prefill = [h for h in self._running if _running(h).num_to_prefill]
-        to_denoise = [h for h in self._running if not _running(h).num_to_prefill]
-        is_prefill = bool(to_prefill) and not (self._prefilled_last and to_denoise)
+        to_prefill = [h for h in self._running if _running(h).num_left_to_prefill]
+        to_denoise = [h for h in self._running if not _running(h).num_left_to_prefill]
+        at_work = Counter(_running(handle).block_length for handle in to_denoise)
+        long = [h for h in to_prefill if not _can_ride(_running(h), at_work)]
+        is_prefill = bool(long) and not (self._prefilled_last and to_denoise)
         self._prefilled_last = is_prefill
-        handles = self._next_prompts(to_prefill) if is_prefill else self._next_group(to_denoise)
+        if is_prefill:
+            handles = self._next_prompts(long)
+        else:
+            handles = self._with_riders(self._next_group(to_denoise), to_prefill)
         try:
             if is_prefill:
                 self._prefill(handles)
@@ -275,6 +281,19 @@ class Scheduler:
         self._turn_of[length] = self._num_turns
         return [handle for handle in handles if _running(handle).block_length == length]
 
+    def _with_riders(
+        self, handles: list[RequestHandle], to_prefill: list[RequestHandle]
+    ) -> list[RequestHandle]:
+        """The group and, first come first, prompts that are no more than it together."""
+        length = _running(handles[0]).block_length
+        num_blocks, joined = Counter({length: len(handles)}), list(handles)
+        for handle in to_prefill:
+            request = _running(handle)
+            if _can_ride(request, num_blocks):
+                num_blocks[length] -= request.num_left_to_prefill // length
+                joined.append(handle)
+        return joined
+
     def _prefill(self, handles: list[RequestHandle]) -> None:
         requests = [_running(handle) for handle in handles]
         num_tokens = sum(request.num_to_prefill for request in requests)
@@ -289,6 +308,7 @@ class Scheduler:
     def _denoise(self, handles: list[RequestHandle]) -> None:
         requests = [_running(handle) for handle in handles]
         num_before = sum(request.num_answer_tokens for request in requests)
+        num_tokens = sum(each.block_length + each.num_left_to_prefill for each in requests)
         start_s = time.perf_counter()
         events = self.engine.denoise(requests)
         now_s = time.perf_counter()
@@ -299,7 +319,6 @@ class Scheduler:
             for event, mask_id in zip(events, mask_ids, strict=True)
             for change in event.changes
         )
-        num_tokens = sum(request.block_length for request in requests)
         for handle, event in zip(handles, events, strict=True):
             handle.prefill_end_s = handle.prefill_end_s or handle.admitted_s
             handle.first_token_s = handle.first_token_s or now_s
@@ -350,6 +369,13 @@ class Scheduler:
     def _report(self, report: StepReport) -> None:
         for observer in self.observers:
             observer(report)
+
+
+def _can_ride(request: RunningRequest, num_blocks: Counter[int]) -> bool:
+    """Whether a prompt is no longer than so many blocks of its length at work, nor than what one
+    forward may take."""
+    room = num_blocks[request.block_length] * request.block_length
+    return request.num_left_to_prefill <= min(room, request.num_to_prefill)
 
 
 def _running(handle: RequestHandle) -> RunningRequest:

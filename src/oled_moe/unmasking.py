@@ -88,6 +88,10 @@ class Constraint(Protocol):
         """
         ...
 
+    def wants_forward(self, state: BlockState) -> bool:
+        """Whether the block needs another forward; asked in place of the unmasking policy."""
+        ...
+
     def update(
         self,
         state: BlockState,

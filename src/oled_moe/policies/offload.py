@@ -37,8 +37,8 @@ class OffloadPolicy:
 
     One object may play several parts and is then named in each. `is_global`: all slots are one
     pool over the layers, ranked by `retention`, which is then a GlobalRetentionPolicy.
-    `spares_running`: a forward that only prefills takes no slot from what requests at work used in
-    the latest denoising forward; it goes with `prefill=tail`. `is_synchronous`: copies block the
+    `spares_running`: prompts take no slot from what requests at work used in the latest denoising
+    forward; it goes with `prefill=tail`. `is_synchronous`: copies block the
     layer (see `LayerPlan.wave_sizes`). `needs` names optional inputs without which it cannot work:
     "gate_scores" of LayerDemand, "input_embedding" and "token_ids" of ForwardContext. `oracle`
     replaces all other parts but dispatch, and works in simulation only.
