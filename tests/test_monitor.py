@@ -77,6 +77,9 @@ def test_counts_what_the_engine_counts(engine: Engine) -> None:
     stats = run(engine, scheduler).stats
     totals = monitor.totals()
     assert totals.loads.sum() == stats.expert_loads
+    # Every load is a copy that took its time; so is what was copied ahead and not called off.
+    assert totals.num_fetches == stats.expert_loads + totals.num_ahead
+    assert (totals.fetch_s > 0) == (totals.num_fetches > 0) and totals.stall_s >= 0
     assert totals.cpu_runs.sum() == stats.cpu_expert_runs
     assert (totals.misses == totals.loads + totals.cpu_runs).all()
     moved = stats.bytes_loaded + stats.bytes_prefetched

@@ -454,6 +454,9 @@ def test_metrics_count_what_happened(http: httpx2.Client) -> None:
         assert rose(f"{name}_count") >= 1, name
     assert rose("expert_cache_hits_total", 'layer="0",tier="ram"') > 0
     assert after['oled_moe:expert_cache_resident{layer="0"}'] == 96
+    # All experts were there before anybody watched.
+    assert after['oled_moe:expert_fetch_seconds_count{tier="ram"}'] == 0
+    assert after['oled_moe:stall_seconds_total{cause="copy"}'] == 0
     assert after['oled_moe:num_requests_running{model_name="demo"}'] == 0
     assert after['oled_moe:kv_cache_usage_perc{model_name="demo"}'] == 0
 

@@ -85,6 +85,8 @@ from oled_moe.unmasking import SAMPLING_SLICE, Constraint
 DEMO_MODEL = "demo"
 # Context that keys and values are planned for where nothing else is asked.
 DEFAULT_MODEL_LEN = 4096
+# The longest block that memory is planned for.
+PLANNED_BLOCK_LENGTH = 64
 # What sampling makes per logit of the rows it takes at a time: sorted, summed, and ids of each.
 _SAMPLING_BYTES = 72
 # Rows of a forward from which native code is worth further threads even for the smallest experts.
@@ -577,9 +579,9 @@ class Engine:
         num_tokens = num_prompt_tokens + resolved.max_tokens
         if num_tokens > self.max_model_len:
             raise InputError(
-                f"{num_prompt_tokens} prompt tokens and max_tokens {resolved.max_tokens} make "
-                f"{num_tokens}; allowed: max_model_len {self.max_model_len}; shorten the prompt, "
-                "lower max_tokens or raise max_model_len"
+                f"max_tokens is {resolved.max_tokens}, which with {num_prompt_tokens} prompt "
+                f"tokens makes {num_tokens}; allowed: max_model_len {self.max_model_len}; shorten "
+                "the prompt, lower max_tokens or raise max_model_len"
             )
         if resolved.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, which this checkpoint lacks")
@@ -842,14 +844,14 @@ def _needs(
     shape = MoeShape(model.num_moe_layers, model.num_experts, model.top_k, layout.slot_bytes)
     kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize
     # A forward holds, per token, the routed rows and their outputs, a few hidden vectors and a
-    # mask; a step holds the logits of every sequence's block, 64 tokens at most here, and what
-    # sampling makes of a few rows.
+    # mask; a step holds the logits of every sequence's block, and what sampling makes of a few
+    # rows.
     num_rows = max(128 * config.max_num_seqs, min(max_model_len, MAX_PREFILL_TOKENS))
     rows_bytes = num_rows * model.hidden_size * (2 * model.top_k * itemsize + 6 * itemsize + 8)
     rows_bytes += num_rows * max_model_len
-    logits_bytes = 4 * model.vocab_size * 64 * config.max_num_seqs
+    logits_bytes = 4 * model.vocab_size * PLANNED_BLOCK_LENGTH * config.max_num_seqs
     logits_bytes += _SAMPLING_BYTES * min(
-        64 * model.vocab_size, max(model.vocab_size, SAMPLING_SLICE)
+        PLANNED_BLOCK_LENGTH * model.vocab_size, max(model.vocab_size, SAMPLING_SLICE)
     )
     # Routers are kept in fp32 where no native code multiplies them as they are stored.
     dense_bytes = sizes.dense_bytes + 2 * shape.num_experts_total * model.hidden_size

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 
 from oled_moe.config import SamplingParams, check_int
 from oled_moe.decoding import MAX_PREFILL_TOKENS
-from oled_moe.engine import Engine, PreparedRequest, RunningRequest, StepEvent
+from oled_moe.engine import (
+    PLANNED_BLOCK_LENGTH,
+    Engine,
+    PreparedRequest,
+    RunningRequest,
+    StepEvent,
+)
 from oled_moe.errors import OledMoeError, QueueFullError, ShuttingDownError
 
 logger = logging.getLogger(__name__)
@@ -131,6 +137,9 @@ class Scheduler:
         # Before a prompt is looked at, so that a full house costs little.
         self._check_room()
         prepared = self.engine.check(prompt, params)
+        longest = max(PLANNED_BLOCK_LENGTH, self.engine.sampling_defaults.block_length or 0)
+        # Beside other requests; who runs alone may take what memory there is.
+        check_int("block_length", prepared.params.block_length, minimum=1, maximum=longest)
         handle = RequestHandle(len(prepared.prompt_ids), time.perf_counter())
         handle._prepared = prepared
         handle._on_event, handle._on_error = on_event, on_error

@@ -159,8 +159,8 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=("GET", "POST"),
-            allow_headers=("Authorization", "Content-Type", "X-Request-ID"),
-            expose_headers=("X-Request-ID", "Retry-After"),
+            allow_headers=("Authorization", "Content-Type", "X-Request-ID", "X-Session-ID"),
+            expose_headers=("X-Request-ID", "X-Replica", "Retry-After"),
         )
     app.add_middleware(RequestLog)
     return app

@@ -8,7 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
@@ -179,6 +184,23 @@ class _RuntimeCollector(Collector):
         how.add_metric(["cpu"], int(totals.cpu_runs.sum()))
         how.add_metric(["copy"], int(totals.loads.sum()))
         yield how
+        fetches = SummaryMetricFamily(
+            f"{PREFIX}expert_fetch_seconds", "One copy of an expert.", labels=["tier"]
+        )
+        fetches.add_metric([totals.tier], totals.num_fetches, totals.fetch_s)
+        yield fetches
+        stalls = CounterMetricFamily(
+            f"{PREFIX}stall_seconds", "Time in which nothing was computed.", labels=["cause"]
+        )
+        stalls.add_metric(["copy"], totals.stall_s)
+        yield stalls
+        if totals.num_ahead:
+            wanted = int(totals.ahead.sum())
+            yield self._gauge(
+                "prediction_precision",
+                "Share of experts copied ahead that were wanted.",
+                wanted / totals.num_ahead,
+            )
         tier = GaugeMetricFamily(
             f"{PREFIX}tier_bytes", "Memory planned for expert slots.", labels=["tier"]
         )

@@ -1,6 +1,10 @@
 // Talks to the server this page came from.
 
 const KEY_NAME = "oled-moe-api-key";
+// One for as long as this page is open: where several replicas answer, the same one goes on
+// answering, so that its experts stay warm and those shown are its own. crypto.randomUUID would
+// need https.
+const SESSION = Array.from(crypto.getRandomValues(new Uint32Array(4)), (n) => n.toString(16)).join("");
 
 /** What went wrong, as one sentence for people; `status` is HTTP's, 0 where there was no reply. */
 export class ApiError extends Error {
@@ -47,7 +51,11 @@ export async function* streamChat(body, signal) {
 
 async function request(path, options) {
   const key = sessionStorage.getItem(KEY_NAME);
-  const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
+  const headers = {
+    ...options.headers,
+    "X-Session-ID": SESSION,
+    ...(key && { Authorization: `Bearer ${key}` }),
+  };
   let response;
   try {
     response = await fetch(path, { ...options, headers });
