@@ -1,0 +1,1 @@
+"""Offloaded experts inside the models of other libraries, a module each."""
