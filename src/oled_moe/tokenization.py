@@ -72,6 +72,11 @@ class Tokenizer:
         text: str = self._raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json, for other libraries."""
+        text: str = self._raw.to_str()
+        return text
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact text."""
         try:
