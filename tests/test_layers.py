@@ -13,12 +13,12 @@ from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import (
     ForwardBatch,
     Segment,
-    apply_rotary,
     block_attention,
     grouped_sigmoid_router,
     query_slices,
     rms_norm,
     rotary_table,
+    rotate,
     swiglu,
 )
 from oled_moe.types import ForwardContext, ForwardRow, Phase
@@ -42,7 +42,7 @@ def test_rotary_turns_pairs_and_leaves_the_rest() -> None:
     size, theta = 4, 100.0
     cos, sin = rotary_table(10, size, theta, torch.float32)
     heads = randn(10, 2, 6)
-    found = apply_rotary(heads, cos, sin)
+    found = rotate(heads, cos, sin)
     assert torch.equal(found[..., size:], heads[..., size:])
     for position in range(10):
         for j in range(size // 2):
@@ -59,7 +59,7 @@ def test_rotary_turns_pairs_and_leaves_the_rest() -> None:
 def test_rotary_over_all_dimensions() -> None:
     cos, sin = rotary_table(5, 8, 10000.0, torch.float32)
     heads = randn(5, 1, 8)
-    found = apply_rotary(heads, cos, sin)
+    found = rotate(heads, cos, sin)
     assert found.shape == heads.shape
     torch.testing.assert_close(found.norm(dim=-1), heads.norm(dim=-1))
 

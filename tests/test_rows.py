@@ -275,3 +275,100 @@ def test_attention_of_several_segments_is_that_of_each(path: str, dtype: torch.d
         torch.testing.assert_close(
             out.double(), attention_of(part, *segment[1:]), rtol=2**-7, atol=2e-3
         )
+
+
+# Turned heads
+
+
+@needs_native
+@pytest.mark.parametrize("isa", paths())
+@given(
+    num_tokens=st.integers(1, 40),
+    num_heads=st.integers(1, 5),
+    half=st.integers(1, 9),
+    rest=st.integers(0, 20),
+    seed=SEEDS,
+)
+@settings(max_examples=25, deadline=None)
+def test_native_rotation_is_torchs_to_the_bit(
+    isa: str, num_tokens: int, num_heads: int, half: int, rest: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, num_heads, 2 * half + rest)
+    heads = (4 * torch.randn(shape, generator=generator)).bfloat16()
+    angles = 100 * torch.rand(num_tokens, half, generator=generator)
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "native_kernels", lambda: None)
+        expected = rows.rotate(heads, cos, sin)
+    for kernels in with_threads(isa):
+        assert torch.equal(kernels.rotate(heads, cos, sin), expected)
+
+
+# Routing
+
+
+@needs_native
+@pytest.mark.parametrize("isa", paths())
+@given(
+    num_tokens=st.integers(1, 30),
+    num_groups=st.sampled_from([1, 2, 4, 8]),
+    group_size=st.integers(2, 33),
+    has_bias=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_native_routing(
+    isa: str, num_tokens: int, num_groups: int, group_size: int, has_bias: bool, data: st.DataObject
+) -> None:
+    num_kept = data.draw(st.integers(1, num_groups))
+    top_k = data.draw(st.integers(1, min(10, num_kept * group_size)))
+    generator = torch.Generator().manual_seed(data.draw(SEEDS))
+    num_experts = num_groups * group_size
+    logits = 3 * torch.randn(num_tokens, num_experts, generator=generator)
+    bias = 0.3 * torch.randn(num_experts, generator=generator) if has_bias else None
+    sizes = {"num_groups": num_groups, "num_kept_groups": num_kept, "top_k": top_k}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "native_kernels", lambda: None)
+        ids, weights, scores = rows.route(logits, bias, torch.bfloat16, **sizes)
+    first: tuple[Tensor, ...] = ()
+    for kernels in with_threads(isa):
+        found = kernels.route(logits, bias, **sizes)
+        first = first or found
+        assert all(torch.equal(*pair) for pair in zip(found, first, strict=True))
+    torch.testing.assert_close(first[2], scores, rtol=1e-6, atol=1e-7)
+    # Scores that differ in the last bit may change places.
+    choice = scores if bias is None else scores + bias
+    torch.testing.assert_close(
+        choice.gather(1, first[0]), choice.gather(1, ids), rtol=1e-5, atol=1e-6
+    )
+    assert all(len(set(row)) == top_k for row in first[0].tolist())
+    same = (first[0] == ids).all(1)
+    torch.testing.assert_close(first[1][same], weights[same], rtol=1e-5, atol=1e-7)
+    assert same.float().mean() > 0.9
+
+
+def test_routing_takes_the_first_of_equals_and_survives_nan(path: str) -> None:
+    sizes = {"num_groups": 2, "num_kept_groups": 1, "top_k": 2}
+    ids, weights, _ = rows.route(torch.zeros(3, 8), None, torch.bfloat16, **sizes)
+    if path == "native":
+        assert ids.tolist() == [[0, 1]] * 3
+    torch.testing.assert_close(weights, torch.full((3, 2), 0.5))
+    logits = torch.full((2, 8), float("nan"))
+    ids, _, scores = rows.route(logits, None, torch.bfloat16, **sizes)
+    assert ((ids >= 0) & (ids < 8)).all() and scores.isnan().all()
+
+
+@needs_native
+@pytest.mark.parametrize("isa", paths())
+def test_routing_of_a_row_does_not_depend_on_others(isa: str) -> None:
+    logits = torch.randn(37, 64)
+    kernels = NativeKernels(isa)
+    sizes = {"num_groups": 8, "num_kept_groups": 4, "top_k": 8}
+    together = kernels.route(logits, None, **sizes)
+    for row in (0, 9, 36):
+        alone = kernels.route(logits[row : row + 1], None, **sizes)
+        assert all(
+            torch.equal(one[0], all_[row]) for one, all_ in zip(alone, together, strict=True)
+        )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oled_moe.kernels.linear import linear
-from oled_moe.kernels.rows import attend, choose, router_logits
+from oled_moe.kernels.rows import attend, choose, route, router_logits
 from oled_moe.kernels.rows import rms_norm as rms_norm
 from oled_moe.kernels.rows import router_weight as router_weight
 from oled_moe.kv_cache import SequenceKv
@@ -159,20 +159,6 @@ def rotary_table(
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-def apply_rotary(heads_TQH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Rotate the first R dimensions of every head, leave the rest."""
-    size = cos_TR.shape[-1]
-    half = size // 2
-    first, second = heads_TQH[..., :half], heads_TQH[..., half:size]
-    # Both halves of a table's row are the same.
-    cos, sin = cos_TR[:, None, :half], sin_TR[:, None, :half]
-    out_TQH = torch.empty_like(heads_TQH)
-    torch.sub(first * cos, second * sin, out=out_TQH[..., :half])
-    torch.add(second * cos, first * sin, out=out_TQH[..., half:size])
-    out_TQH[..., size:] = heads_TQH[..., size:]
-    return out_TQH
-
-
 def query_slices(
     start: int, num_queries: int, block_length: int, device: torch.device | None = None
 ) -> tuple[QuerySlice, ...]:
@@ -262,19 +248,14 @@ def grouped_sigmoid_router(
     The bias takes part in the selection alone; weights are sigmoids, normalised when K > 1.
     Source: models.md 2.2.
     """
-    scores_TE = torch.sigmoid(router_logits(hidden_TD, weight_ED))
-    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E.float()
-    if num_kept_groups < num_groups:
-        grouped = choice_TE.view(len(choice_TE), num_groups, -1)
-        group_scores = grouped.topk(2, dim=-1).values.sum(-1)
-        kept = group_scores.topk(num_kept_groups, dim=-1).indices
-        is_kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, kept, True)
-        choice_TE = grouped.masked_fill(~is_kept[..., None], float("-inf")).flatten(1)
-    ids_TK = choice_TE.topk(top_k, dim=-1).indices
-    weights_TK = scores_TE.gather(1, ids_TK)
-    if top_k > 1:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return ids_TK, weights_TK, scores_TE
+    return route(
+        router_logits(hidden_TD, weight_ED),
+        None if bias_E is None else bias_E.float(),
+        hidden_TD.dtype,
+        num_groups=num_groups,
+        num_kept_groups=num_kept_groups,
+        top_k=top_k,
+    )
 
 
 def softmax_router(

@@ -14,6 +14,7 @@
  */
 
 #define _GNU_SOURCE
+#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -45,7 +46,7 @@
 #endif
 
 /* Raised with every change of what native.py calls, or of what it expects of a call. */
-#define ABI_VERSION 6
+#define ABI_VERSION 7
 /* The first 8 bytes of the SHA-256 of this file, from setup.py: no old build is used by mistake. */
 #ifndef SOURCE_ID
 #define SOURCE_ID 0
@@ -82,6 +83,14 @@ enum { ERROR_NONE = 0, ERROR_MEMORY = -1, ERROR_ISA = -2 };
 /* What one instruction set provides. `lay_out` writes rows of x in the order in which `dots` reads
  * them, padded with zeros to whole steps; `dots` computes up to BLOCK outputs for all rows laid
  * out, results [rows][BLOCK_STRIDE], and asks for the weights at `next` while at the last ones. */
+#define MAX_ROUTED 1024
+
+/* A router by groups: the best `num_kept` of `num_groups` groups of experts take part. */
+typedef struct {
+    const float *bias; /* [E], part of the choice alone, or NULL */
+    int64_t num_experts, num_groups, num_kept, top_k;
+} Routing;
+
 typedef struct {
     int max_tile_rows;
     int step;
@@ -99,7 +108,11 @@ typedef struct {
                     const float *weights, int num_places);
     int (*choose)(const float *logits, size_t num_logits, size_t banned, int64_t *best,
                   float *probability);
+    void (*route)(const Routing *routing, const float *logits, float *scores, int64_t *ids,
+                  float *weights);
     void (*norm)(uint16_t *out, const uint16_t *x, const uint16_t *weight, size_t width, float eps);
+    void (*rotate)(uint16_t *out, const uint16_t *x, const uint16_t *cos, const uint16_t *sin,
+                   size_t num_heads, size_t head_size, size_t half);
     void (*attend)(float *state, float *scores, const uint16_t *values, size_t head_size,
                    float scale, int num_rows, int num_keys);
     void (*store_attention)(uint16_t *out, const float *state, size_t head_size);
@@ -236,6 +249,67 @@ INLINE float largest_of(const float *x, size_t count, float *check) {
         *check += checks[l];
     }
     return largest[0];
+}
+
+/* The heads of one token turned by its angles: the first `half` dimensions with the next. Every
+ * product and every difference is rounded, as torch does it. */
+INLINE void rotate_row(uint16_t *out, const uint16_t *x, const uint16_t *cos, const uint16_t *sin,
+                       size_t num_heads, size_t head_size, size_t half) {
+    for (size_t head = 0; head < num_heads; head++, x += head_size, out += head_size) {
+        for (size_t i = 0; i < half; i++) {
+            float first = widen(x[i]), second = widen(x[half + i]), c = widen(cos[i]);
+            float s = widen(sin[i]);
+            out[i] = narrow(widen(narrow(first * c)) - widen(narrow(second * s)));
+            out[half + i] = narrow(widen(narrow(second * c)) + widen(narrow(first * s)));
+        }
+        memcpy(out + 2 * half, x + 2 * half, (head_size - 2 * half) * sizeof(uint16_t));
+    }
+}
+
+/* Where the largest of `count` numbers is, the first of equals; 0 where all are NaN. */
+INLINE size_t place_of_largest(const float *x, size_t count) {
+    float unused = 0.0f, largest = largest_of(x, count, &unused);
+    for (size_t i = 0; i < count; i++)
+        if (x[i] == largest) return i;
+    return 0;
+}
+
+/* Sigmoids of one row's logits, the experts that they and the bias choose, best first, and the
+ * shares of these. A group counts by its two best. */
+INLINE void route_row(const Routing *r, const float *logits, float *scores, int64_t *ids,
+                      float *weights) {
+    float choice[MAX_ROUTED], groups[MAX_ROUTED];
+    size_t num_experts = (size_t)r->num_experts, size = num_experts / (size_t)r->num_groups;
+    for (size_t e = 0; e < num_experts; e++) scores[e] = 1.0f / (1.0f + exponential(-logits[e]));
+    for (size_t e = 0; e < num_experts; e++) choice[e] = scores[e] + (r->bias ? r->bias[e] : 0.0f);
+    if (r->num_kept < r->num_groups) {
+        for (int64_t g = 0; g < r->num_groups; g++) {
+            float best = -3.40282347e38f, second = -3.40282347e38f;
+            for (size_t e = (size_t)g * size; e < ((size_t)g + 1) * size; e++) {
+                float lower = choice[e] < best ? choice[e] : best;
+                best = choice[e] > best ? choice[e] : best;
+                second = lower > second ? lower : second;
+            }
+            groups[g] = best + second;
+        }
+        for (int64_t dropped = r->num_groups; dropped > r->num_kept; dropped--) {
+            /* The worst, the last of equals, goes. */
+            int64_t worst = 0;
+            for (int64_t g = 1; g < r->num_groups; g++)
+                if (groups[g] <= groups[worst]) worst = g;
+            groups[worst] = INFINITY;
+            for (size_t e = 0; e < size; e++) choice[(size_t)worst * size + e] = -INFINITY;
+        }
+    }
+    float total = 0.0f;
+    for (int64_t n = 0; n < r->top_k; n++) {
+        size_t best = place_of_largest(choice, num_experts);
+        choice[best] = -INFINITY;
+        ids[n] = (int64_t)best;
+        weights[n] = scores[best];
+        total += scores[best];
+    }
+    for (int64_t n = 0; n < r->top_k && r->top_k > 1; n++) weights[n] /= total + 1e-20f;
 }
 
 /* Sum of exp(x - offset); few at a time in fp32, so that small ones are not lost beside large. */
@@ -386,6 +460,15 @@ INLINE void store_attention_row(uint16_t *out, const float *state, size_t head_s
                                           int64_t *best, float *probability) {                     \
         return choose_best(logits, num_logits, banned, best, probability);                         \
     }                                                                                              \
+    attributes static void rotate_##suffix(uint16_t *out, const uint16_t *x, const uint16_t *cos,  \
+                                           const uint16_t *sin, size_t num_heads,                  \
+                                           size_t head_size, size_t half) {                        \
+        rotate_row(out, x, cos, sin, num_heads, head_size, half);                                  \
+    }                                                                                              \
+    attributes static void route_##suffix(const Routing *routing, const float *logits,             \
+                                          float *scores, int64_t *ids, float *weights) {           \
+        route_row(routing, logits, scores, ids, weights);                                          \
+    }                                                                                              \
     attributes static void norm_##suffix(uint16_t *out, const uint16_t *x, const uint16_t *weight, \
                                          size_t width, float eps) {                                \
         norm_row(out, x, weight, width, eps);                                                      \
@@ -524,7 +607,7 @@ BLOCK_FUNCTIONS(generic, )
 static const Kernels GENERIC = {
     GENERIC_TILE_ROWS, GENERIC_STEP, sizeof(float), lay_out_generic, dots_generic,
     swiglu_generic, store_bf16_generic, store_f32_generic, combine_generic, choose_generic,
-    norm_generic, attend_generic, store_attention_generic,
+    route_generic, norm_generic, rotate_generic, attend_generic, store_attention_generic,
 };
 
 #if HAS_X86
@@ -593,7 +676,7 @@ BLOCK_FUNCTIONS(avx2, AVX2)
 static const Kernels AVX2_KERNELS = {
     AVX2_TILE_ROWS, AVX2_STEP, sizeof(float), lay_out_avx2, dots_avx2,
     swiglu_avx2, store_bf16_avx2, store_f32_avx2, combine_avx2, choose_avx2,
-    norm_avx2, attend_avx2, store_attention_avx2,
+    route_avx2, norm_avx2, rotate_avx2, attend_avx2, store_attention_avx2,
 };
 
 #if HAS_AVX512_BF16
@@ -675,7 +758,7 @@ BLOCK_FUNCTIONS(avx512, AVX512)
 static const Kernels AVX512_KERNELS = {
     AVX512_TILE_ROWS, AVX512_STEP, sizeof(uint16_t), lay_out_avx512, dots_avx512,
     swiglu_avx512, store_bf16_avx512, store_f32_avx512, combine_avx512, choose_avx512,
-    norm_avx512, attend_avx512, store_attention_avx512,
+    route_avx512, norm_avx512, rotate_avx512, attend_avx512, store_attention_avx512,
 };
 
 #endif /* HAS_AVX512_BF16 */
@@ -1261,6 +1344,86 @@ EXPORT int oled_choose(const float *logits, int64_t num_rows, int64_t num_logits
     perform(&choose.job, call.memory, call.num_threads);
     end_call(&call);
     return choose.num_bad;
+}
+
+typedef struct {
+    Job job;
+    const uint16_t *x, *cos, *sin;
+    uint16_t *out;
+    int64_t num_rows, num_heads, head_size, rotary_size, rows_of_task;
+} Rotate;
+
+static void run_rotate(Job *job, int64_t task, Scratch *scratch) {
+    (void)scratch;
+    Rotate *p = (Rotate *)job;
+    int64_t end = smaller((task + 1) * p->rows_of_task, p->num_rows);
+    int64_t width = p->num_heads * p->head_size;
+    for (int64_t row = task * p->rows_of_task; row < end; row++)
+        job->kernels->rotate(p->out + row * width, p->x + row * width,
+                             p->cos + row * p->rotary_size, p->sin + row * p->rotary_size,
+                             (size_t)p->num_heads, (size_t)p->head_size,
+                             (size_t)p->rotary_size / 2);
+}
+
+/* Heads [T, N, H] in bfloat16, the first R dimensions of each turned; cos and sin [T, R], of which
+ * both halves are the same. */
+EXPORT int oled_rotate(const void *x, const void *cos, const void *sin, void *out, int64_t num_rows,
+                       int64_t num_heads, int64_t head_size, int64_t rotary_size, int isa,
+                       int num_threads) {
+    const Kernels *kernels = kernels_of(isa);
+    if (!kernels) return ERROR_ISA;
+    int64_t rows_of_task = 1 + 16384 / (num_heads * head_size);
+    Rotate rotate = {
+        .job = {run_rotate, kernels, tasks_of(num_rows, rows_of_task), 1, 1, 0},
+        .x = x, .cos = cos, .sin = sin, .out = out, .num_rows = num_rows, .num_heads = num_heads,
+        .head_size = head_size, .rotary_size = rotary_size, .rows_of_task = rows_of_task,
+    };
+    Call call;
+    int error = begin_call(&call, num_threads, scratch_bytes(&rotate.job), 0);
+    if (error) return error;
+    perform(&rotate.job, call.memory, call.num_threads);
+    end_call(&call);
+    return ERROR_NONE;
+}
+
+#define ROUTE_TASK_ROWS 8
+
+typedef struct {
+    Job job;
+    Routing routing;
+    const float *logits;
+    float *scores, *weights;
+    int64_t *ids, num_rows;
+} Route;
+
+static void run_route(Job *job, int64_t task, Scratch *scratch) {
+    (void)scratch;
+    Route *p = (Route *)job;
+    int64_t end = smaller((task + 1) * ROUTE_TASK_ROWS, p->num_rows);
+    int64_t num_experts = p->routing.num_experts, top_k = p->routing.top_k;
+    for (int64_t row = task * ROUTE_TASK_ROWS; row < end; row++)
+        job->kernels->route(&p->routing, p->logits + row * num_experts,
+                            p->scores + row * num_experts, p->ids + row * top_k,
+                            p->weights + row * top_k);
+}
+
+/* For each row of logits [N, E]: sigmoids [N, E], ids [N, K] and shares [N, K]; bias [E] or NULL. */
+EXPORT int oled_route(const float *logits, const float *bias, float *scores, int64_t *ids,
+                      float *weights, int64_t num_rows, int64_t num_experts, int64_t num_groups,
+                      int64_t num_kept, int64_t top_k, int isa, int num_threads) {
+    const Kernels *kernels = kernels_of(isa);
+    if (!kernels || num_experts > MAX_ROUTED) return ERROR_ISA;
+    Route route = {
+        .job = {run_route, kernels, tasks_of(num_rows, ROUTE_TASK_ROWS), 1, 1, 0},
+        .routing = {bias, num_experts, num_groups, num_kept, top_k},
+        .logits = logits, .scores = scores, .weights = weights, .ids = ids, .num_rows = num_rows,
+    };
+    Call call;
+    int error = begin_call(&call, num_threads, scratch_bytes(&route.job), 0);
+    if (error) return error;
+    perform(&route.job, call.memory, call.num_threads);
+    end_call(&call);
+    return ERROR_NONE;
 }
 
 typedef struct {

@@ -26,14 +26,15 @@ logger = logging.getLogger(__name__)
 
 # By their numbers in native.c, the slowest first.
 ISAS = ("generic", "avx2", "avx512-bf16")
-ABI_VERSION = 6
+ABI_VERSION = 7
 _DIRECTORY = Path(__file__).parent
 _REMEDY = "install again where there is a C compiler (pip install -e .)"
 _OUT_OF_MEMORY = -1
 # Calls that read fewer bytes of weights are done before a second thread would be awake.
 _MIN_SHARED_BYTES = 512 * 1024
-# The largest head that `attend` takes.
+# The largest head that `attend` takes, and the most experts that `route` does.
 MAX_HEAD_SIZE = 256
+MAX_ROUTED = 1024
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -193,6 +194,80 @@ class NativeKernels:
             self._check(num_bad)
         return best_N, probability_N, num_bad == 0
 
+    def rotate(self, heads_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        """Heads whose first R dimensions are turned, half by half; every step is rounded.
+
+        Shapes: heads bfloat16 [T, N, H], cos and sin bfloat16 [T, R], contiguous; R is even.
+        """
+        num_tokens, num_heads, head_size = heads_TNH.shape
+        rotary_size = cos_TR.shape[1]
+        assert rotary_size % 2 == 0 and rotary_size <= head_size
+        for part in (heads_TNH, cos_TR, sin_TR):
+            assert part.dtype == torch.bfloat16 and part.is_contiguous()
+        assert cos_TR.shape == sin_TR.shape == (num_tokens, rotary_size)
+        out_TNH = torch.empty_like(heads_TNH)
+        if heads_TNH.numel():
+            self._check(
+                self._library.oled_rotate(
+                    heads_TNH.data_ptr(),
+                    cos_TR.data_ptr(),
+                    sin_TR.data_ptr(),
+                    out_TNH.data_ptr(),
+                    num_tokens,
+                    num_heads,
+                    head_size,
+                    rotary_size,
+                    self._isa,
+                    worthwhile_threads(heads_TNH.nbytes, self.num_threads),
+                )
+            )
+        return out_TNH
+
+    def route(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        *,
+        num_groups: int,
+        num_kept_groups: int,
+        top_k: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sigmoid scores, of which the best `top_k` with the bias added are chosen, among the
+        groups whose two best add up to the most; ids int64 [T, K], best first, the first of
+        equals; their shares of the scores fp32 [T, K], the score itself where K is 1; all scores
+        fp32 [T, E].
+
+        Shapes: logits float32 [T, E] and bias float32 [E], contiguous; groups divide E.
+        """
+        num_rows, num_experts = logits_TE.shape
+        assert logits_TE.dtype == torch.float32 and logits_TE.is_contiguous()
+        assert num_experts <= MAX_ROUTED and num_experts % num_groups == 0
+        assert top_k <= num_kept_groups * (num_experts // num_groups)
+        scores_TE = torch.empty_like(logits_TE)
+        ids_TK = torch.empty(num_rows, top_k, dtype=torch.int64)
+        weights_TK = torch.empty(num_rows, top_k)
+        if bias_E is not None:
+            assert bias_E.dtype == torch.float32 and bias_E.is_contiguous()
+            assert bias_E.shape == (num_experts,)
+        if num_rows:
+            self._check(
+                self._library.oled_route(
+                    logits_TE.data_ptr(),
+                    None if bias_E is None else bias_E.data_ptr(),
+                    scores_TE.data_ptr(),
+                    ids_TK.data_ptr(),
+                    weights_TK.data_ptr(),
+                    num_rows,
+                    num_experts,
+                    num_groups,
+                    num_kept_groups,
+                    top_k,
+                    self._isa,
+                    worthwhile_threads(logits_TE.nbytes * top_k, self.num_threads),
+                )
+            )
+        return ids_TK, weights_TK, scores_TE
+
     def attend(self, queries_TQH: Tensor, segments: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
         """softmax(q · kᵀ / √H) · v where every query sees every key of its segment; [T, Q · H].
 
@@ -333,6 +408,8 @@ def _open_library(path: Path) -> ctypes.CDLL:
     library.oled_linear.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3]
     library.oled_combine.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, _INT, _INT]
     library.oled_choose.argtypes = [_POINTER, *[_LONG] * 3, _POINTER, _POINTER, _INT, _INT]
+    library.oled_rotate.argtypes = [*[_POINTER] * 4, *[_LONG] * 4, _INT, _INT]
+    library.oled_route.argtypes = [*[_POINTER] * 5, *[_LONG] * 5, _INT, _INT]
     library.oled_attention.argtypes = [*[_POINTER] * 3, *[_LONG] * 4, ctypes.c_float, _INT, _INT]
     library.oled_norm.argtypes = [*[_POINTER] * 3, *[_LONG] * 3, ctypes.c_float, _INT, _INT]
     library.oled_read.argtypes = [_POINTER, _LONG, _INT]

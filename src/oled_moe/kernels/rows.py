@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oled_moe.kernels.native import MAX_HEAD_SIZE, native_kernels, worthwhile_threads
+from oled_moe.kernels.native import (
+    MAX_HEAD_SIZE,
+    MAX_ROUTED,
+    native_kernels,
+    worthwhile_threads,
+)
 
 
 def combine(rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -69,6 +74,67 @@ def router_logits(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
             native.linear(hidden_TD.contiguous(), weight_ED.contiguous(), None, out_TE, threads)
             return out_TE
     return F.linear(hidden_TD.float(), weight_ED.float())
+
+
+def rotate(heads_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Turn the first R dimensions of every head, half by half, and leave the rest.
+
+    Shapes: heads [T, N, H]; cos and sin [T, R], both halves of a row the same, in one dtype.
+    """
+    if heads_TNH.dtype == torch.bfloat16 and heads_TNH.device.type == "cpu":
+        native = native_kernels()
+        if native is not None:
+            return native.rotate(heads_TNH.contiguous(), cos_TR.contiguous(), sin_TR.contiguous())
+    size = cos_TR.shape[-1]
+    half = size // 2
+    first, second = heads_TNH[..., :half], heads_TNH[..., half:size]
+    cos, sin = cos_TR[:, None, :half], sin_TR[:, None, :half]
+    out_TNH = torch.empty_like(heads_TNH)
+    torch.sub(first * cos, second * sin, out=out_TNH[..., :half])
+    torch.add(second * cos, first * sin, out=out_TNH[..., half:size])
+    out_TNH[..., size:] = heads_TNH[..., size:]
+    return out_TNH
+
+
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    num_groups: int,
+    num_kept_groups: int,
+    top_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a sigmoid router by groups chooses: ids int64 [T, K], shares fp32 [T, K], all scores
+    fp32 [T, E].
+
+    The bias takes part in the choice alone; a group counts by its two best; shares are sigmoids,
+    normalised when K > 1. `dtype`: that of the model, by which native code serves or not. Shapes:
+    logits fp32 [T, E]; bias fp32 [E].
+    """
+    if dtype == torch.bfloat16 and logits_TE.device.type == "cpu":
+        native = native_kernels()
+        if native is not None and logits_TE.shape[1] <= MAX_ROUTED:
+            return native.route(
+                logits_TE,
+                bias_E,
+                num_groups=num_groups,
+                num_kept_groups=num_kept_groups,
+                top_k=top_k,
+            )
+    scores_TE = torch.sigmoid(logits_TE)
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if num_kept_groups < num_groups:
+        grouped = choice_TE.view(len(choice_TE), num_groups, -1)
+        group_scores = grouped.topk(2, dim=-1).values.sum(-1)
+        kept = group_scores.topk(num_kept_groups, dim=-1).indices
+        is_kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, kept, True)
+        choice_TE = grouped.masked_fill(~is_kept[..., None], float("-inf")).flatten(1)
+    ids_TK = choice_TE.topk(top_k, dim=-1).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if top_k > 1:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return ids_TK, weights_TK, scores_TE
 
 
 def attend(queries_TQH: Tensor, segments: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
