@@ -535,7 +535,7 @@ def test_the_table_and_the_file(
     assert main(arguments) == 0
     out, err = capfd.readouterr()
     assert err == "" and "Successful requests:                     4" in out
-    for line in ("Mean TTFT (ms):", "P99 ITL (ms):", "Canvas tokens:", "Expert hit rate (%):"):
+    for line in ("Mean TTFT (ms):", "P99 ITL (ms):", "Canvas tokens (in whole blocks):", "Expert hit rate (%):"):
         assert line in out
     assert "not between tokens" in out
     figures = json.loads(path.read_text())

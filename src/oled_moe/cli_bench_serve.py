@@ -142,7 +142,8 @@ def bench_serve(
 ) -> int:
     """Put load on an OpenAI endpoint, this program's or another's, and measure what clients see.
 
-    Exit code 1 where every request failed.
+    Forwards that answers share count for each of them; useful tokens are those of answers, canvas
+    tokens those of all blocks begun for them. Exit code 1 where every request failed.
     """
     use_log_flags(log)
     _check_writable(out)
@@ -228,11 +229,11 @@ _HEADLINES = (
     ("Total token throughput (tok/s)", "total_token_throughput"),
 )
 _DIFFUSION_LINES = (
-    ("Forwards of all answers (nfe)", "nfe"),
-    ("Tokens per forward", "tpf"),
-    ("Forwards per second", "fps"),
-    ("Useful tokens", "useful_tokens"),
-    ("Canvas tokens", "canvas_tokens"),
+    ("Forwards, each answer's own (nfe)", "nfe"),
+    ("Tokens per such forward", "tpf"),
+    ("Such forwards per second", "fps"),
+    ("Useful tokens (in answers)", "useful_tokens"),
+    ("Canvas tokens (in whole blocks)", "canvas_tokens"),
     ("Useful token throughput (tok/s)", "useful_token_throughput"),
     ("Canvas token throughput (tok/s)", "canvas_token_throughput"),
 )
@@ -251,6 +252,9 @@ _STATISTICS = ("Mean", "Median", "P90", "P99")
 
 def print_figures(figures: Mapping[str, Any]) -> None:
     """The table of vLLM, with sections of what only a diffusion server tells."""
+    if not figures["completed"]:
+        _print_failures(figures)
+        return
     print(" Serving Benchmark Result ".center(_TITLE_WIDTH, "="))
     for label, name in _HEADLINES:
         _print_line(label, figures[name])
@@ -275,6 +279,10 @@ def print_figures(figures: Mapping[str, Any]) -> None:
             "which vLLM's TPOT is next to nothing."
         )
         print(wrapped(words))
+    _print_failures(figures)
+
+
+def _print_failures(figures: Mapping[str, Any]) -> None:
     for reason, number in figures["failure_reasons"].items():
         print(f"{count(number, 'request')} failed: {reason}")
 
@@ -282,7 +290,8 @@ def print_figures(figures: Mapping[str, Any]) -> None:
 def _print_server(server: Mapping[str, Any]) -> None:
     print("Server".center(_TITLE_WIDTH, "-"))
     _print_line("Expert hit rate (%)", _percent(server["expert_hit_rate"]))
-    _print_line("Denoising steps", server["denoise_steps"])
+    steps = server["denoise_steps"]
+    _print_line("Denoising forwards, shared or not", None if steps is None else int(steps))
     for route, num_bytes in server["expert_bytes"].items():
         _print_line(f"Expert bytes {route}", format_size(num_bytes))
     for tier, num_bytes in server["tier_bytes"].items():

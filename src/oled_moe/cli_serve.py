@@ -204,7 +204,7 @@ class _Service:
         self._backend = LoadingBackend(self._load, self._loaded)
 
     def run(self, drain_s: float) -> int:
-        """Serve until told to end. Raises: whatever loading raises; KeyboardInterrupt."""
+        """Serve until told to end; the exit code. Raises: whatever loading raises."""
         from oled_moe.server import create_app
         from oled_moe.server_host import DrainingServer
 
@@ -221,9 +221,8 @@ class _Service:
             # Nothing can stop the thread that loads, and nothing of it needs to be saved.
             sys.stderr.flush()
             os._exit(128 + signal.SIGINT if is_interrupted else 0)
-        if is_interrupted:
-            raise KeyboardInterrupt
-        return 0
+        # Ended as asked: the code of Ctrl-C, but no error.
+        return 128 + signal.SIGINT if is_interrupted else 0
 
     def _load(self) -> "Runtime":
         from oled_moe.server_backend import start_runtime

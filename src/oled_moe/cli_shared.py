@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+# How often a status line is replaced at most.
+_STATUS_INTERVAL_S = 0.1
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, envvar="OLED_MOE_MODEL")]
@@ -109,9 +112,14 @@ def open_engine(model: str, config: EngineConfig, *, is_quiet: bool = False) -> 
 def status_line(*, is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A line on the terminal that is replaced by the next and gone at the end."""
     is_shown = sys.stderr.isatty() and not is_quiet
+    last_s = -_STATUS_INTERVAL_S
 
     def say(text: str) -> None:
-        if is_shown:
+        nonlocal last_s
+        now_s = time.monotonic()
+        # Counts may come by the thousand; nobody reads so fast, and logs keep every one.
+        if is_shown and (not text or now_s - last_s >= _STATUS_INTERVAL_S):
+            last_s = now_s
             width = shutil.get_terminal_size().columns
             print(f"\r\x1b[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
 

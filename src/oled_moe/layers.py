@@ -15,6 +15,7 @@ from torch import Tensor
 from oled_moe.kernels.linear import linear
 from oled_moe.kernels.rows import attend, choose, route, router_logits
 from oled_moe.kernels.rows import rms_norm as rms_norm
+from oled_moe.kernels.rows import rotate as rotate
 from oled_moe.kernels.rows import router_weight as router_weight
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.types import ForwardContext

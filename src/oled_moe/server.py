@@ -402,7 +402,8 @@ def _add_page(app: FastAPI) -> None:
             },
         )
 
-    @app.get("/", include_in_schema=False)
+    # Load balancers and `curl -I` ask for the head alone.
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     def page() -> Response:
         return reply("index.html")
 

@@ -378,7 +378,7 @@ def usage_of(answers: Answers) -> Usage:
             blocks=sum(answer.num_blocks for answer in answers.answers),
             tokens_per_forward=stats.tokens_per_forward,
             edited_tokens=sum(answer.num_edited for answer in answers.answers),
-            expert_hit_rate=stats.hit_rate,
+            expert_hit_rate=stats.hit_rate if stats.num_denoise_forwards else None,
             bytes_fetched=stats.bytes_loaded + stats.bytes_prefetched,
         ),
     )
