@@ -61,6 +61,8 @@ _METRICS = "/metrics"
 _OF_ALL_REPLICAS = ("/health", "/ready", _METRICS)
 _ASK_ALL_S = 5.0
 # Ray's smallest is 75 MiB; requests and pieces of answers are all that goes through.
+# What Ray takes to end replicas that have nothing left to do.
+_RAYS_OWN_S = 10.0
 _OBJECT_STORE_BYTES = 128 * 2**20
 
 
@@ -485,7 +487,8 @@ def run(args: ServeArgs, *, host: str, port: int, on_ready: Callable[[], None]) 
             _wait_for_a_signal()
         finally:
             logger.info("draining for at most %g s", args.drain_s)
-            serve.delete(APP_NAME)
+            with _leaving_after(args.drain_s + _RAYS_OWN_S):
+                serve.delete(APP_NAME)
 
 
 def _divided(args: ServeArgs, num_cores: int) -> ServeArgs:
@@ -542,6 +545,31 @@ def _wait_for_a_signal() -> None:
         threading.Event().wait()
     except _Terminated:
         return
+
+
+@contextmanager
+def _leaving_after(most_s: float) -> Iterator[None]:
+    """End the program if what is done here takes longer.
+
+    A supervisor may signal Ray's own processes too; whoever then asks Ray waits a minute for them.
+    """
+
+    def leave() -> None:
+        logger.error(
+            "Ray did not end the replicas within %g s; signal this process alone, not Ray's "
+            "processes with it, to let answers finish",
+            most_s,
+        )
+        logging.shutdown()
+        os._exit(1)
+
+    timer = threading.Timer(most_s, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _interrupt(number: int, frame: object) -> None:
