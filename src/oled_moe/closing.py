@@ -18,8 +18,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from oled_moe.errors import OledMoeError
 from oled_moe.types import BoolArray
 
-# Where JSON has a choice outside of strings, the bytes that lead to its end soonest come first.
-_JSON_ORDER = b'}],:0123456789"ntf-[{'
+# Where JSON has a choice outside of strings, the bytes that lead to its end soonest come first; a 0
+# may still need a fraction.
+_JSON_ORDER = b'}],:1023456789"ntf-[{'
 # Where so many bytes or more may come next they are content, not structure.
 _MANY_CHOICES = 21
 # Words of at least so many bytes may fill strings that need length.
@@ -233,45 +234,50 @@ class GrammarState:
         A straight one that fits is returned as it is, else alternatives are tried at its choices,
         some unless it is to be `is_quick`.
         """
-        return self._fitting(limit, 0 if is_quick else _WORK_AT_STEP)
+        most = min(_MAX_CLOSING_BYTES, 300 + 4 * limit * self._speller.longest)
+        return self._fitting(limit, most, 0 if is_quick else _WORK_AT_STEP)
 
     def first_closing(self, limit: int) -> Closing | None:
         """As `closing`, for the start of an answer: there is time for many alternatives and, at
         last, a search of all ways, up to a bound on the work."""
-        return self._fitting(limit, _WORK_AT_START) or self._exact(limit)[0]
-
-    def _fitting(self, limit: int, work: int) -> Closing | None:
-        best = self._quick_closing(limit)
-        if best is not None and _num_tokens(best) > limit:
-            best = self._improved(best, limit, work)
-        return None if best is None or _num_tokens(best) > limit else best
+        best = self._fitting(limit, _MAX_CLOSING_BYTES, _WORK_AT_START)
+        return best or self._exact(limit)[0]
 
     def shortest_closing(self) -> Closing | None:
         """The completion of fewest tokens that the whole search finds.
 
         `is_proven` where the search came to its end; else it gave up and this is the best it saw.
         """
-        best = self._quick_closing(_MAX_CLOSING_BYTES)
-        best = best and self._improved(best, 0, _WORK_AT_START)
-        limit = _MAX_CLOSING_BYTES if best is None else len(best.token_ids) - 1
+        ways = [
+            self._improved(closing, 0, _WORK_AT_START)
+            for closing in self._straight(_MAX_CLOSING_BYTES)
+        ]
+        best = min(ways, key=_num_tokens, default=None)
+        limit = _MAX_CLOSING_BYTES if best is None else _num_tokens(best) - 1
         found, is_complete = self._exact(limit)
         if found is not None:
             return found
         return best and Closing(best.text, best.token_ids, is_proven=is_complete)
 
-    def _quick_closing(self, limit: int) -> Closing | None:
-        """The better of two straight ways to the end."""
+    def _fitting(self, limit: int, most: int, work: int) -> Closing | None:
         found = []
-        # A way that is too long may still be improved.
-        most = min(_MAX_CLOSING_BYTES, 300 + 4 * limit * self._speller.longest)
+        for closing in self._straight(most):
+            if _num_tokens(closing) <= limit:
+                return closing
+            found.append(closing)
+        for closing in found:
+            better = self._improved(closing, limit, work)
+            if _num_tokens(better) <= limit:
+                return better
+        return None
+
+    def _straight(self, most: int) -> Iterator[Closing]:
+        """The straight ways to the end, those of them that take at most `most` bytes."""
         for is_json in (True, False):
             closing = self._walked(b"", is_json, most)
-            if closing is not None and len(closing.token_ids) <= limit:
-                return closing
             if closing is not None:
-                found.append(closing)
+                yield closing
                 most = min(most, len(closing.text) + self._speller.longest)
-        return min(found, key=_num_tokens, default=None)
 
     def _improved(self, best: Closing, limit: int, work: int) -> Closing:
         """The closing after trying other ways at its choices until it fits, `work` bytes of them

@@ -25,16 +25,9 @@ from torch import Tensor
 from oled_moe.closing import Closing, GrammarMark, GrammarState
 from oled_moe.config import DecodingParams
 from oled_moe.errors import OledMoeError
+from oled_moe.sampling import ConfidenceArray, filtered_probabilities, sample
 from oled_moe.types import BoolArray, FloatArray, IntArray
-from oled_moe.unmasking import (
-    BlockState,
-    BlockUpdate,
-    ConfidenceArray,
-    UnmaskingPolicy,
-    filtered_probabilities,
-    sample,
-    transfer_schedule,
-)
+from oled_moe.unmasking import BlockState, BlockUpdate, UnmaskingPolicy, transfer_schedule
 
 # Tokens tried at a position before the closing's own is taken.
 _MAX_TRIED = 8
@@ -280,7 +273,7 @@ class GrammarConstraint:
         """The best allowed token or the draw among them, and its confidence; None where all that
         are allowed are skipped."""
         params, best_id = self._params, int(step.best_ids[position])
-        is_greedy = params.temperature == 0
+        is_greedy = params.is_greedy
         if is_greedy and not skipped and not self._renormalises and is_allowed[best_id]:
             return best_id, float(step.confidence[position])
         row_V = step.logits_NV[step.row_of[position]].float().cpu()

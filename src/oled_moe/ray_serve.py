@@ -60,9 +60,9 @@ _SCOPE = (
 _METRICS = "/metrics"
 _OF_ALL_REPLICAS = ("/health", "/ready", _METRICS)
 _ASK_ALL_S = 5.0
-# Ray's smallest is 75 MiB; requests and pieces of answers are all that goes through.
 # What Ray takes to end replicas that have nothing left to do.
 _RAYS_OWN_S = 10.0
+# Ray's smallest is 75 MiB; requests and pieces of answers are all that goes through.
 _OBJECT_STORE_BYTES = 128 * 2**20
 
 
