@@ -31,6 +31,7 @@ from oled_moe.errors import OledMoeError
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import Model
+from oled_moe.sampling import sample
 from oled_moe.types import (
     ForwardContext,
     ForwardOutcome,
@@ -40,7 +41,6 @@ from oled_moe.types import (
     Phase,
     TokenState,
 )
-from oled_moe.unmasking import sample
 
 VOCABULARY, MASK, EOS = 12, 11, 10
 FOLDED = (Phase.COMMIT, Phase.DENOISE)

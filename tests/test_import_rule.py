@@ -15,12 +15,12 @@ ROOT = Path(oled_moe.__file__).parent
 
 LAYERS: dict[str, tuple[str, ...]] = {
     # `demo` is a folder of data with a docstring.
-    "0": ("types", "errors", "registry", "config", "shapes", "demo"),
+    "0": ("types", "errors", "registry", "config", "reference_arguments", "shapes", "demo"),
     "1": ("policies", "cache", "costs", "hardware", "sizing", "counters"),
     "2a": ("traces", "trace_stats", "synthesis", "simulator", "virtual_clock", "prediction"),
     "2b": ("lanes", "store", "slots", "kernels", "cuda", "cuda_graphs", "cuda_memory"),
     "3": ("layers", "kv_cache", "experts", "models", "checkpoint"),
-    "4": ("unmasking", "closing", "constrained", "decoding"),
+    "4": ("sampling", "unmasking", "closing", "constrained", "decoding", "canvas"),
     "5": (
         "tokenization",
         "chat_template",

@@ -14,7 +14,7 @@ from oled_moe import Engine, EngineConfig
 from oled_moe.errors import CheckpointError
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Segment
-from oled_moe.models import FAMILIES, Model, find_family
+from oled_moe.models import Model, find_family
 from oled_moe.models.llada2_moe import Config, build_weight_map, kept_dtypes, parameter_shapes
 from oled_moe.store import ExpertPart
 from oled_moe.types import ForwardContext, ForwardRow, LayerDemand, LayerPlan, Phase
@@ -221,7 +221,7 @@ def test_unknown_families_list_the_known(value: Any) -> None:
         find_family({})
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", ["llada2_moe", "llada2_moe_veomni"])
 def test_known_families(name: str) -> None:
     family = find_family({"model_type": name})
     assert family.name == name

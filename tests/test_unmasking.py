@@ -11,19 +11,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import Tensor
 
 from oled_moe.config import DecodingParams, SamplingParams
 from oled_moe.errors import OledMoeError
+from oled_moe.sampling import (
+    ConfidenceArray,
+    Guesses,
+    filtered_probabilities,
+    guess,
+    sample,
+)
 from oled_moe.types import IntArray
 from oled_moe.unmasking import (
     UNMASKING,
     BlockState,
-    ConfidenceArray,
+    BlockUpdate,
     JointThresholdUnmaskingPolicy,
     LowConfidenceUnmaskingPolicy,
     UnmaskingPolicy,
-    filtered_probabilities,
-    sample,
     transfer_schedule,
 )
 
@@ -41,6 +47,16 @@ def state_of(*, masked: str) -> BlockState:
     ids = np.array([{"m": MASK, ".": 1, "p": 0}[letter] for letter in masked])
     letters = np.array(list(masked))
     return BlockState(ids, letters == "m", letters == "p")
+
+
+def block_params(algorithm: str, length: int, **values: Any) -> DecodingParams:
+    """Parameters of an answer of one block."""
+    return params(algorithm=algorithm, block_length=length, max_tokens=length, **values)
+
+
+def guesses_of(best_ids: IntArray, confidence: ConfidenceArray) -> Guesses:
+    """The less confident, the more entropy."""
+    return Guesses(best_ids, confidence, 1 - confidence)
 
 
 def confident(*values: float) -> ConfidenceArray:
@@ -69,20 +85,79 @@ def test_golden_filters(row: dict[str, Any]) -> None:
     torch.testing.assert_close(found, golden[f"{row['name']}.probs"], atol=1e-6, rtol=1e-5)
 
 
+def golden_params(row: dict[str, Any], **values: Any) -> DecodingParams:
+    names = ("threshold", "low_threshold", "remask_threshold", "factor", "credit_alpha")
+    values |= {name: row[name] for name in names if name in row}
+    values |= {"credit_gamma": row.get("boost_gamma"), "credit_beta": row.get("decay_beta")}
+    base = {"mask_token_id": 297, "block_length": 16, "max_tokens": 16}
+    return params(**base | values)
+
+
+def updated(
+    policy: UnmaskingPolicy, state: BlockState, logits: Tensor, chosen: DecodingParams
+) -> BlockUpdate:
+    """What a forward with such logits [B, V] makes of a block."""
+    is_looked_at = policy.looked_at(state)
+    fused = policy.fuse(state, logits[torch.from_numpy(is_looked_at)].clone(), is_looked_at)
+    found = guess(fused, chosen, None, entropy_of=policy.entropy_of)
+    return policy.update(state, found.spread(is_looked_at))
+
+
+SINGLE = {
+    "fixed count": "low_confidence_static",
+    "Fast-dLLM threshold": "threshold",
+    "Fast-dLLM factor": "factor",
+    "hierarchy_fast_v2": "hierarchy",
+    "hierarchy_remasking": "hierarchy_remasking",
+}
+
+
+def golden_block(ids: Tensor) -> BlockState:
+    state = BlockState.start([], block_length=len(ids), mask_id=297)
+    state.token_ids = ids.numpy().astype(np.int64)
+    state.is_masked = state.token_ids == 297
+    return state
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in TABLES["decoders"] if "k" not in row], ids=lambda row: row["name"]
+)
+def test_golden_decoders(row: dict[str, Any]) -> None:
+    """Every call of a decoder on one block, credit with its memory of those before."""
+    golden, name = load_file(GOLDEN / "decoders.safetensors"), row["name"]
+    algorithm = SINGLE.get(row["decoder"], row["decoder"])
+    chosen = golden_params(row, algorithm=algorithm)
+    policy = UNMASKING[algorithm](chosen)
+    if name.startswith("single."):
+        calls = [(golden["single.logits"], golden["single.x"])]
+        transfer, x0 = golden[f"{name}.transfer"].bool(), golden[f"{name}.x0"]
+        after = [torch.where(transfer, x0, golden["single.x"])]
+    else:
+        befores = golden[f"{name}.block_ids_before"]
+        calls = list(zip(golden[f"{name}.logits"], befores, strict=True))
+        after = list(golden[f"{name}.block_ids_after"])
+    for (logits, before), wanted in zip(calls, after, strict=True):
+        state = golden_block(before)
+        update = updated(policy, state, logits, chosen)
+        assert state.token_ids.tolist() == wanted.tolist()
+        assert (state.is_masked == (wanted == 297).numpy()).all()
+        assert (update.accepted == ((before == 297) & (wanted != 297)).numpy()).all()
+        assert (update.edited == ((before != 297) & (wanted != before)).numpy()).all()
+
+
 def test_golden_fixed_count() -> None:
-    (row,) = TABLES["decoders"]
+    (row,) = (row for row in TABLES["decoders"] if "k" in row)
     golden = load_file(GOLDEN / "decoders.safetensors")
-    mask_id = 297
-    state = BlockState.start([], block_length=16, mask_id=mask_id)
-    state.token_ids = golden["single.x"].numpy().astype(np.int64)
-    state.is_masked = state.token_ids == mask_id
-    chosen = params(mask_token_id=mask_id, block_length=16, steps=6, max_tokens=16, threshold=1.0)
     assert transfer_schedule(16, 6)[0] == row["k"]
-    best_ids, confidence = sample(golden["single.logits"], chosen, None)
-    masked = state.is_masked.copy()
-    update = LowConfidenceUnmaskingPolicy(chosen).update(state, best_ids, confidence)
-    assert (best_ids[masked] == golden["single.fixed_k3.x0"].numpy()[masked]).all()
-    assert (update.accepted == golden["single.fixed_k3.transfer"].numpy().astype(bool)).all()
+    for algorithm in ("low_confidence_static", "low_confidence"):
+        chosen = golden_params(row, algorithm=algorithm, steps=6, threshold=1.0)
+        state = golden_block(golden["single.x"])
+        masked = state.is_masked.copy()
+        update = updated(UNMASKING[algorithm](chosen), state, golden["single.logits"], chosen)
+        x0 = golden["single.fixed_k3.x0"].numpy()
+        accepted = golden["single.fixed_k3.transfer"].numpy().astype(bool)
+        assert (update.accepted == accepted).all()
+        assert (state.token_ids[accepted] == x0[accepted]).all() and (masked >= accepted).all()
 
 
 @given(st.integers(1, 200), st.integers(1, 200))
@@ -99,19 +174,22 @@ def test_schedule_covers_the_block(block_length: int, steps: int) -> None:
 def test_threshold_is_strict() -> None:
     policy = LowConfidenceUnmaskingPolicy(params(block_length=4, steps=4, threshold=0.5))
     state = state_of(masked="mmmm")
-    update = policy.update(state, ids(1, 2, 3, 4), confident(0.5, 0.6, 0.7, 0.5))
+    update = policy.update(state, Guesses(ids(1, 2, 3, 4), confident(0.5, 0.6, 0.7, 0.5)))
     assert update.accepted.tolist() == [False, True, True, False]
     assert state.token_ids.tolist() == [MASK, 2, 3, MASK]
     # In float32, as the reference compares: 0.95 stored in float32 is not above 0.95.
     policy = LowConfidenceUnmaskingPolicy(params(block_length=4, steps=4, threshold=0.95))
-    update = policy.update(state_of(masked="mmmm"), ids(1, 2, 3, 4), confident(0.95, 0.95, 0, 0.96))
+    update = policy.update(
+        state_of(masked="mmmm"), Guesses(ids(1, 2, 3, 4), confident(0.95, 0.95, 0, 0.96))
+    )
     assert update.accepted.tolist() == [False, False, False, True]
 
 
 def test_the_best_scheduled_number_where_few_are_confident() -> None:
     policy = LowConfidenceUnmaskingPolicy(params(block_length=6, steps=2, threshold=0.9))
     update = policy.update(
-        state_of(masked="pm.mmm"), ids(*range(6)), confident(0.99, 0.2, 0.99, 0.95, 0.1, 0.3)
+        state_of(masked="pm.mmm"),
+        Guesses(ids(*range(6)), confident(0.99, 0.2, 0.99, 0.95, 0.1, 0.3)),
     )
     assert update.accepted.tolist() == [False, True, False, True, False, True]
     assert not update.edited.any()
@@ -120,7 +198,7 @@ def test_the_best_scheduled_number_where_few_are_confident() -> None:
 def test_fewer_masks_than_scheduled() -> None:
     policy = LowConfidenceUnmaskingPolicy(params(block_length=4, steps=1, threshold=0.9))
     state = state_of(masked="p.mm")
-    update = policy.update(state, ids(5, 5, 5, 5), confident(0.1, 0.1, 0.1, 0.1))
+    update = policy.update(state, Guesses(ids(5, 5, 5, 5), confident(0.1, 0.1, 0.1, 0.1)))
     assert update.accepted.tolist() == [False, False, True, True]
     assert state.token_ids.tolist() == [0, 1, 5, 5]
 
@@ -131,10 +209,10 @@ def test_tail_of_a_long_schedule_may_accept_nothing() -> None:
     )
     state = state_of(masked="mm")
     state.num_steps = 2
-    update = policy.update(state, ids(1, 1), confident(0.1, 0.2))
+    update = policy.update(state, Guesses(ids(1, 1), confident(0.1, 0.2)))
     assert not update.accepted.any()
     assert policy.wants_forward(state)
-    update = policy.update(state, ids(1, 1), confident(0.1, 0.95))
+    update = policy.update(state, Guesses(ids(1, 1), confident(0.1, 0.95)))
     assert update.accepted.tolist() == [False, True]
     assert not policy.wants_forward(state), "the schedule is over"
 
@@ -149,7 +227,9 @@ def joint(**values: Any) -> JointThresholdUnmaskingPolicy:
 def test_edits_happen_while_masks_remain_and_never_in_the_prompt() -> None:
     policy = joint(threshold=0.5, edit_threshold=0.7, block_length=6)
     state = state_of(masked="p..m.m")
-    update = policy.update(state, ids(5, 5, 5, 5, 1, 5), confident(0.99, 0.9, 0.7, 0.4, 0.99, 0.6))
+    update = policy.update(
+        state, Guesses(ids(5, 5, 5, 5, 1, 5), confident(0.99, 0.9, 0.7, 0.4, 0.99, 0.6))
+    )
     # Prompt; edited; threshold is strict; below; the same token already; accepted.
     assert update.edited.tolist() == [False, True, False, False, False, False]
     assert update.accepted.tolist() == [False, False, False, False, False, True]
@@ -159,21 +239,25 @@ def test_edits_happen_while_masks_remain_and_never_in_the_prompt() -> None:
 
 def test_best_ones_where_too_few_are_confident() -> None:
     policy = joint(threshold=0.5, num_to_transfer=2, block_length=4)
-    update = policy.update(state_of(masked="mmmp"), ids(1, 2, 3, 4), confident(0.6, 0.1, 0.2, 0.9))
+    update = policy.update(
+        state_of(masked="mmmp"), Guesses(ids(1, 2, 3, 4), confident(0.6, 0.1, 0.2, 0.9))
+    )
     assert update.accepted.tolist() == [True, False, True, False]
     policy = joint(threshold=0.5, num_to_transfer=9, block_length=4)
-    update = policy.update(state_of(masked="mm.p"), ids(1, 2, 1, 4), confident(0.1, 0.1, 0.9, 0.9))
+    update = policy.update(
+        state_of(masked="mm.p"), Guesses(ids(1, 2, 1, 4), confident(0.1, 0.1, 0.9, 0.9))
+    )
     assert update.accepted.tolist() == [True, True, False, False]
 
 
 def test_settled_only_when_nothing_was_masked_or_edited() -> None:
     policy = joint(edit_threshold=0.5, block_length=2)
     state = state_of(masked="m.")
-    policy.update(state, ids(1, 1), confident(0.9, 0.9))
+    policy.update(state, Guesses(ids(1, 1), confident(0.9, 0.9)))
     assert not state.is_settled, "there was a mask before"
-    policy.update(state, ids(2, 1), confident(0.9, 0.9))
+    policy.update(state, Guesses(ids(2, 1), confident(0.9, 0.9)))
     assert not state.is_settled, "there was an edit"
-    policy.update(state, ids(3, 1), confident(0.4, 0.9))
+    policy.update(state, Guesses(ids(3, 1), confident(0.4, 0.9)))
     assert state.is_settled and not policy.wants_forward(state)
 
 
@@ -183,7 +267,7 @@ def test_oscillation_ends_after_the_post_steps(limit: int) -> None:
     state, num_forwards = state_of(masked=".."), 0
     while policy.wants_forward(state):
         token = 2 + num_forwards % 2
-        policy.update(state, ids(token, token), confident(0.9, 0.9))
+        policy.update(state, Guesses(ids(token, token), confident(0.9, 0.9)))
         num_forwards += 1
     assert num_forwards == limit
     assert not state.is_settled
@@ -196,7 +280,7 @@ def run(policy: UnmaskingPolicy, state: BlockState, confidence: ConfidenceArray,
     """Forwards until the block is done, the same confidence each time."""
     num_forwards = 0
     while policy.wants_forward(state):
-        policy.update(state, np.arange(len(confidence)) % MASK, confidence)
+        policy.update(state, guesses_of(np.arange(len(confidence)) % MASK, confidence))
         num_forwards += 1
         assert num_forwards <= limit, "the loop does not end"
     return num_forwards
@@ -224,13 +308,8 @@ def test_every_block_ends_without_masks_and_with_its_prompt(
 ) -> None:
     length = len(confidence)
     prompt = [MASK] * min(num_prompt, length - 1)
-    chosen = params(
-        algorithm=algorithm,
-        block_length=length,
-        max_tokens=max(length, steps),
-        steps=steps,
-        threshold=threshold,
-        num_to_transfer=num_to_transfer,
+    chosen = block_params(
+        algorithm, length, steps=steps, threshold=threshold, num_to_transfer=num_to_transfer
     )
     state = BlockState.start(prompt, block_length=length, mask_id=MASK)
     run(UNMASKING[algorithm](chosen), state, np.array(confidence, np.float32), 2 * length + 20)
@@ -253,17 +332,21 @@ def test_updates_tell_exactly_what_changed(
     state = state_of(masked=letters)
     before, masked = state.token_ids.copy(), state.is_masked.copy()
     policy = UNMASKING[algorithm](
-        params(block_length=len(letters), threshold=threshold, edit_threshold=threshold)
+        block_params(algorithm, len(letters), threshold=threshold, edit_threshold=threshold)
     )
     best = random.integers(0, MASK, len(letters))
-    update = policy.update(state, best, random.random(len(letters), dtype=np.float32))
+    update = policy.update(state, guesses_of(best, random.random(len(letters), dtype=np.float32)))
     changed = update.accepted | update.edited
     assert not (update.accepted & update.edited).any()
     assert not (changed & state.is_prompt).any()
     assert (update.accepted <= masked).all() and not (update.edited & masked).any()
-    assert (state.token_ids == np.where(changed, best, before)).all()
-    assert (state.is_masked == (masked & ~update.accepted)).all()
-    assert update.accepted.any() or not masked.any(), "a step with masks makes progress"
+    is_remasked = update.edited & (state.token_ids == MASK)
+    assert algorithm == "hierarchy_remasking" or not is_remasked.any()
+    wanted = np.where(is_remasked, MASK, np.where(changed, best, before))
+    assert (state.token_ids == wanted).all()
+    assert (state.is_masked == (masked & ~update.accepted | is_remasked)).all()
+    is_waiting = algorithm == "lowest_entropy" or not masked.any()
+    assert is_waiting or state.is_masked.sum() < masked.sum(), "a step with masks makes progress"
 
 
 @settings(deadline=None, max_examples=100)
@@ -279,17 +362,16 @@ def test_updates_look_only_where_they_say(
     random = np.random.default_rng(seed)
     states = [state_of(masked=letters) for _ in range(2)]
     policy = UNMASKING[algorithm](
-        params(block_length=len(letters), threshold=threshold, edit_threshold=threshold)
+        block_params(algorithm, len(letters), threshold=threshold, edit_threshold=threshold)
     )
     best = random.integers(0, MASK, len(letters))
     confidence = random.random(len(letters), dtype=np.float32)
     is_seen = policy.looked_at(states[1])
     assert not (is_seen & states[1].is_prompt).any() and (is_seen >= states[1].is_masked).all()
-    whole = policy.update(states[0], best, confidence)
+    whole = policy.update(states[0], guesses_of(best, confidence))
     part = policy.update(
         states[1],
-        np.where(is_seen, best, -1),
-        np.where(is_seen, confidence, np.float32(np.nan)),
+        guesses_of(np.where(is_seen, best, -1), np.where(is_seen, confidence, np.float32(np.nan))),
     )
     assert (part.accepted == whole.accepted).all() and (part.edited == whole.edited).all()
     assert (states[0].token_ids == states[1].token_ids).all()
@@ -314,6 +396,46 @@ def test_greedy_is_argmax_without_the_mask_and_confidence_with_it() -> None:
     assert best_ids.tolist() == [1, 2] and best_ids.dtype == np.int64
     assert confidence.dtype == np.float32
     assert confidence == pytest.approx(expected[[0, 1], [1, 2]].numpy(), rel=1e-5)
+
+
+def test_what_a_confidence_is_a_probability_of() -> None:
+    """The likeliest token and a drawn one, under each of the distributions; never the mask."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, 3.0]])
+    raw, tempered = logits.softmax(-1)[0], (logits / 0.5).softmax(-1)[0]
+    settings = {"mask_token_id": 3, "temperature": 0.5, "top_k": 2}
+    for kind, shares in (("raw", raw), ("tempered", tempered)):
+        for greedy, draw, token in ((True, None, 0), (False, 0.99, 1)):
+            chosen = params(**settings, confidence=kind, greedy=greedy)
+            draws = None if draw is None else np.array([draw])
+            found = guess(logits.clone(), chosen, draws)
+            assert found.token_ids.tolist() == [token] and found.entropy is None
+            assert found.confidence == pytest.approx([float(shares[token])], rel=1e-5)
+    # Of the two likeliest of all four; drawn from the two that are not the mask.
+    best = guess(logits.clone(), params(**settings, greedy=True), None)
+    assert best.confidence == pytest.approx([1 / (1 + math.e**2)], rel=1e-5)
+    drawn = guess(logits.clone(), params(**settings), np.array([0.0]))
+    assert drawn.confidence == pytest.approx([1 / (1 + math.e**-2)], rel=1e-5)
+
+
+def test_entropy_of_a_distribution_with_zeros_is_a_number() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -50.0]])
+    chosen = params(mask_token_id=3, temperature=1.0, top_k=2, greedy=True)
+    found = guess(logits.clone(), chosen, None, entropy_of="filtered")
+    share = 1 / (1 + math.exp(-1))
+    expected = -share * math.log(share) - (1 - share) * math.log(1 - share)
+    assert found.entropy == pytest.approx([expected], rel=1e-5)
+    whole = guess(logits.clone(), chosen, None, entropy_of="tempered").entropy
+    assert whole is not None and whole[0] > expected
+    assert guess(logits.clone(), params(mask_token_id=3), None, entropy_of="raw").entropy == whole
+
+
+def test_greedy_at_temperature_1_is_greedy() -> None:
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(4))
+    plain = guess(logits.clone(), params(), None)
+    for values in ({}, {"confidence": "raw", "top_k": 3}, {"confidence": "tempered", "top_p": 0.2}):
+        found = guess(logits.clone(), params(temperature=1.0, greedy=True, **values), None)
+        assert (found.token_ids == plain.token_ids).all()
+        assert found.confidence == pytest.approx(plain.confidence, rel=1e-6)
 
 
 @pytest.mark.parametrize("mask_id", [0, 3])
@@ -386,7 +508,7 @@ def test_slices_of_rows_come_together_in_order(
     draws = np.random.default_rng(2).random(7)
     whole_ids, whole = sample(logits.clone(), chosen, draws)
     for size in (1, 80, 121):
-        monkeypatch.setattr("oled_moe.unmasking.SAMPLING_SLICE", size)
+        monkeypatch.setattr("oled_moe.sampling.SAMPLING_SLICE", size)
         ids, confidence = sample(logits.clone(), chosen, draws)
         assert (ids == whole_ids).all()
         assert confidence == pytest.approx(whole, rel=1e-6)

@@ -13,7 +13,15 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from oled_moe.config import ALGORITHMS, DEVICES, DTYPES, EngineConfig, SamplingParams
+from oled_moe.config import (
+    ALGORITHMS,
+    CANVAS_CACHES,
+    CONFIDENCES,
+    DEVICES,
+    DTYPES,
+    EngineConfig,
+    SamplingParams,
+)
 from oled_moe.errors import ConfigError
 
 # The registry of policies needs numpy, for which `--help` does not wait; a test compares the two.
@@ -148,7 +156,7 @@ class SamplingFlags:
         _decoding(
             "--algorithm",
             metavar="NAME",
-            help=f"{' or '.join(ALGORITHMS)} (LLaDA2.1), or SGLang's names.",
+            help=f"{', '.join(ALGORITHMS)}, or SGLang's names; default: the model family's.",
         ),
     ] = None
     max_tokens: Annotated[
@@ -220,6 +228,64 @@ class SamplingFlags:
     ] = None
     pad_token_id: Annotated[
         int | None, _decoding("--pad-token-id", help="Where the checkpoint does not say.")
+    ] = None
+    greedy: Annotated[
+        bool | None,
+        _decoding("--greedy/--no-greedy", help="Take likeliest tokens at any temperature."),
+    ] = None
+    confidence: Annotated[
+        str | None,
+        _decoding(
+            "--confidence",
+            metavar="KIND",
+            help=f"Probability by which tokens are accepted: {', '.join(CONFIDENCES)}; default: "
+            "the algorithm's.",
+        ),
+    ] = None
+    low_threshold: Annotated[
+        float | None,
+        _decoding("--low-threshold", help="hierarchy: of the best of each gap; default: 0.4."),
+    ] = None
+    remask_threshold: Annotated[
+        float | None,
+        _decoding("--remask-threshold", help="hierarchy_remasking: of tokens; default: 0.4."),
+    ] = None
+    credit_alpha: Annotated[
+        float | None, _decoding("--credit-alpha", help="credit: its weight; default: 0.7.")
+    ] = None
+    credit_gamma: Annotated[
+        float | None,
+        _decoding("--credit-gamma", help="credit: power of probabilities; default: 0.2."),
+    ] = None
+    credit_beta: Annotated[
+        float | None, _decoding("--credit-beta", help="credit: what a step leaves; default: 0.8.")
+    ] = None
+    factor: Annotated[
+        float | None, _decoding("--factor", help="factor: higher accepts more; default: 1.")
+    ] = None
+    eb_threshold: Annotated[
+        float | None,
+        _decoding("--eb-threshold", help="entropy_bounded: sum of entropies; default: 0.35."),
+    ] = None
+    eb_gamma: Annotated[
+        float | None,
+        _decoding("--eb-gamma", help="lowest_entropy: a bound on entropies; default: a schedule."),
+    ] = None
+    canvas_length: Annotated[
+        int | None,
+        _decoding("--canvas-length", help="LLaDA-MoE, RND1: prompt and answer, for max-tokens."),
+    ] = None
+    eos_at_end: Annotated[
+        bool | None,
+        _decoding("--eos-at-end/--no-eos-at-end", help="RND1: the last slot holds eos, not pad."),
+    ] = None
+    canvas_cache: Annotated[
+        str | None,
+        _decoding(
+            "--canvas-cache",
+            metavar="KIND",
+            help=f"LLaDA-MoE: {', '.join(CANVAS_CACHES)}; faster, other answers; default: none.",
+        ),
     ] = None
 
     def params(self) -> SamplingParams:

@@ -51,6 +51,8 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
     loop += f", threshold {decoding.threshold:g}"
     if decoding.algorithm == "joint_threshold":
         loop += f", edit threshold {decoding.edit_threshold:g}"
+    if decoding.canvas_cache != "none":
+        loop += f", canvas cache {decoding.canvas_cache} (approximate)"
     loop += f", temperature {decoding.temperature:g}, at most {decoding.max_tokens} tokens"
     rows = [
         ("model", f"{model}, {dtype}"),

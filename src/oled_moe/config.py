@@ -14,12 +14,53 @@ from fractions import Fraction
 from typing import Any
 
 from oled_moe.errors import ConfigError
+from oled_moe.reference_arguments import sampling_values
 
 DEVICES = ("cpu", "cuda", "emulated")
 DTYPES = ("bfloat16", "float16", "float32")
 # More than any machine has cores; far more threads than that cannot even be started.
 _MAX_THREADS = 1024
-ALGORITHMS = ("low_confidence", "joint_threshold")
+ALGORITHMS = (
+    "low_confidence",
+    "joint_threshold",
+    "sequential",
+    "low_confidence_static",
+    "low_confidence_dynamic",
+    "entropy_bounded",
+    "threshold",
+    "hierarchy",
+    "hierarchy_remasking",
+    "credit",
+    "factor",
+    "lowest_entropy",
+)
+# Those that may change or take back tokens that they have accepted.
+EDITING_ALGORITHMS = ("joint_threshold", "hierarchy_remasking")
+# Those that fill the whole answer as one block.
+ONE_BLOCK_ALGORITHMS = ("lowest_entropy",)
+# Those for models whose answers are made of blocks.
+BLOCK_ALGORITHMS = tuple(name for name in ALGORITHMS if name not in ONE_BLOCK_ALGORITHMS)
+# Of these the ones that ask nothing of a model's training; editing tokens does.
+UNTRAINED_ALGORITHMS = tuple(name for name in BLOCK_ALGORITHMS if name != "joint_threshold")
+# Those that a schedule of steps drives.
+_SCHEDULED = (
+    *("low_confidence", "sequential", "low_confidence_static", "low_confidence_dynamic"),
+    "lowest_entropy",
+)
+# Keys and values that models which see a whole canvas may keep while they work on a block, though
+# they are out of date then: those before the block, or those behind it too.
+CANVAS_CACHES = ("none", "prefix", "dual")
+# What a token's confidence is its probability under: the model's own distribution, that after
+# temperature, or that after temperature, top-k and top-p.
+CONFIDENCES = ("raw", "tempered", "filtered")
+# As the reference of each algorithm has it, where it is not "raw".
+_CONFIDENCE_OF = {
+    **dict.fromkeys(("low_confidence", "joint_threshold", "lowest_entropy"), "filtered"),
+    **dict.fromkeys(
+        ("sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded"),
+        "tempered",
+    ),
+}
 GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "lark")
 
 _UNITS = {
@@ -198,17 +239,32 @@ class Grammar:
             raise ConfigError(f"the JSON schema cannot be written as JSON: {error}") from None
 
 
+_SHARES = (
+    *("threshold", "edit_threshold", "low_threshold", "remask_threshold"),
+    *("credit_beta", "top_p"),
+)
+_ENTROPIES = ("eb_threshold", "eb_gamma")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one answer is decoded. A field left None takes the checkpoint's value, else the default.
 
     Defaults: algorithm low_confidence, max_tokens 256, block_length 32, steps = block_length,
     threshold 0.95, edit_threshold 0.9, max_post_edit_steps 16, num_to_transfer 1, minimal_topk 1,
-    temperature 0 (argmax), no top_k, no top_p, no eos_early_stop.
+    temperature 0 (argmax), no top_k, no top_p, no eos_early_stop; low_threshold 0.4,
+    remask_threshold 0.4, credit_alpha 0.7, credit_gamma 0.2, credit_beta 0.8, factor 1,
+    eb_threshold 0.35, no eb_gamma. Families bring algorithms of their own.
     `ignore_eos` decodes on past eos and stop ids alike. `stop` are strings that end the answer and
     are not part of it; `stop_token_ids` end it like eos does.
+    `greedy` takes each position's likeliest token, so that temperature shapes confidences alone;
+    `confidence`, one of CONFIDENCES, is by default what the algorithm's reference has.
+    For models that denoise prompt and answer as one canvas, `canvas_length` are the positions of
+    all of it, in place of max_tokens, and `eos_at_end` puts eos into the last; `canvas_cache`, one
+    of CANVAS_CACHES, saves work by an approximation: answers may differ.
 
-    Source: released LLaDA2.0 and LLaDA2.1 `generate` (architecture.md 5, models.md 4 and 5).
+    Source: released LLaDA2.0 and LLaDA2.1 `generate` (architecture.md 5, models.md 4 and 5); SDAR,
+    dInfer, Fast-dLLM and RND1 (models.md 6 to 8).
     Raises: ConfigError for a field outside its range.
     """
 
@@ -233,12 +289,29 @@ class SamplingParams:
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     grammar: Grammar | None = None
+    greedy: bool | None = None
+    confidence: str | None = None
+    low_threshold: float | None = None
+    remask_threshold: float | None = None
+    credit_alpha: float | None = None
+    credit_gamma: float | None = None
+    credit_beta: float | None = None
+    factor: float | None = None
+    eb_threshold: float | None = None
+    eb_gamma: float | None = None
+    canvas_length: int | None = None
+    eos_at_end: bool | None = None
+    canvas_cache: str | None = None
 
     def __post_init__(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise ConfigError(f"grammar is {self.grammar!r}; allowed: a Grammar, None")
         if self.algorithm is not None:
             check_choice("algorithm", self.algorithm, ALGORITHMS)
+        if self.confidence is not None:
+            check_choice("confidence", self.confidence, CONFIDENCES)
+        if self.canvas_cache is not None:
+            check_choice("canvas_cache", self.canvas_cache, CANVAS_CACHES)
         minima = {
             "max_tokens": 1,
             "block_length": 1,
@@ -251,20 +324,25 @@ class SamplingParams:
             "mask_token_id": 0,
             "eos_token_id": 0,
             "pad_token_id": 0,
+            "canvas_length": 1,
         }
-        maxima = {"max_tokens": 2**31, "block_length": 2**20, "max_post_edit_steps": 1000}
+        maxima = {
+            "max_tokens": 2**31,
+            "canvas_length": 2**31,
+            "block_length": 2**20,
+            "max_post_edit_steps": 1000,
+        }
         for name, minimum in minima.items():
             if getattr(self, name) is not None:
                 maximum = maxima.get(name, 2**63 - 1)
                 check_int(name, getattr(self, name), minimum=minimum, maximum=maximum)
-        for name in ("threshold", "edit_threshold"):
+        for name in _SHARES:
             if getattr(self, name) is not None:
                 check_real(name, getattr(self, name), minimum=0, maximum=1)
-        if self.temperature is not None:
-            check_real("temperature", self.temperature, minimum=0)
-        if self.top_p is not None:
-            check_real("top_p", self.top_p, minimum=0, maximum=1)
-        for name in ("eos_early_stop", "ignore_eos"):
+        for name in ("temperature", "credit_alpha", "credit_gamma", "factor", *_ENTROPIES):
+            if getattr(self, name) is not None:
+                check_real(name, getattr(self, name), minimum=0)
+        for name in ("eos_early_stop", "ignore_eos", "greedy", "eos_at_end"):
             if getattr(self, name) is not None:
                 check_flag(name, getattr(self, name))
         if self.stop is not None:
@@ -280,6 +358,15 @@ class SamplingParams:
             for token_id in self.stop_token_ids:
                 check_int("stop_token_ids", token_id, minimum=0)
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    @classmethod
+    def from_reference(cls, family: str, args: Mapping[str, Any]) -> "SamplingParams":
+        """What the arguments of a family's reference `generate` mean here.
+
+        Left-out arguments are the reference's defaults. Raises: ConfigError for a family or a name
+        that is not known, and for values that the reference or this class refuses.
+        """
+        return cls(**sampling_values(family, args))
 
     def with_defaults(self, defaults: "SamplingParams") -> "SamplingParams":
         """This, with every field that is None taken from `defaults`."""
@@ -313,7 +400,32 @@ class DecodingParams:
     stop_token_ids: tuple[int, ...]
     mask_token_id: int
     eos_token_id: int | None
+    pad_token_id: int | None
     grammar: Grammar | None
+    greedy: bool
+    confidence: str
+    low_threshold: float
+    remask_threshold: float
+    credit_alpha: float
+    credit_gamma: float
+    credit_beta: float
+    factor: float
+    eb_threshold: float
+    eb_gamma: float | None
+    eos_at_end: bool
+    canvas_cache: str
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each position's token is the likeliest one, without a draw."""
+        return self.greedy or self.temperature == 0
+
+    @property
+    def max_steps(self) -> int:
+        """Most forwards that one block takes."""
+        if self.algorithm == "joint_threshold":
+            return self.block_length + self.max_post_edit_steps
+        return self.steps if self.algorithm in _SCHEDULED else self.block_length
 
     @classmethod
     def resolve(cls, params: SamplingParams) -> "DecodingParams":
@@ -322,7 +434,8 @@ class DecodingParams:
         Raises: ConfigError where no mask id is known, or minimal_topk leaves no step.
         Source: released LLaDA2.0 `generate`: steps = min(steps, gen_length // minimal_topk), here
         with gen_length = max(max_tokens, block_length), so that a small max_tokens does not accept
-        a whole block at once (architecture.md 5).
+        a whole block at once (architecture.md 5); not for lowest_entropy, whose reference may take
+        more steps than there are tokens.
         """
         if params.mask_token_id is None:
             raise ConfigError(
@@ -330,7 +443,15 @@ class DecodingParams:
                 "nor the tokenizer; give it as a sampling parameter"
             )
         max_tokens = _default(params.max_tokens, 256)
-        block_length = _default(params.block_length, 32)
+        algorithm = _default(params.algorithm, "low_confidence")
+        is_one_block = algorithm in ONE_BLOCK_ALGORITHMS
+        if is_one_block and params.block_length not in (None, max_tokens):
+            raise ConfigError(
+                f"block_length is {params.block_length}; algorithm {algorithm} fills the whole "
+                "answer as one block: leave block_length out"
+            )
+        block_length = max_tokens if is_one_block else _default(params.block_length, 32)
+        steps = _default(params.steps, block_length)
         minimal_topk = _default(params.minimal_topk, 1)
         length = max(max_tokens, block_length)
         if minimal_topk > length:
@@ -338,11 +459,13 @@ class DecodingParams:
                 f"minimal_topk is {minimal_topk}; allowed: 1 to {length}, "
                 "the larger of max_tokens and block_length"
             )
+        if not is_one_block:
+            steps = min(steps, length // minimal_topk)
         return cls(
-            algorithm=_default(params.algorithm, "low_confidence"),
+            algorithm=algorithm,
             max_tokens=max_tokens,
             block_length=block_length,
-            steps=min(_default(params.steps, block_length), length // minimal_topk),
+            steps=steps,
             threshold=_default(params.threshold, 0.95),
             edit_threshold=_default(params.edit_threshold, 0.9),
             max_post_edit_steps=_default(params.max_post_edit_steps, 16),
@@ -357,8 +480,41 @@ class DecodingParams:
             stop_token_ids=tuple(params.stop_token_ids or ()),
             mask_token_id=params.mask_token_id,
             eos_token_id=params.eos_token_id,
+            pad_token_id=params.pad_token_id,
             grammar=params.grammar,
+            greedy=bool(params.greedy),
+            confidence=_default(params.confidence, _CONFIDENCE_OF.get(algorithm, "raw")),
+            low_threshold=_default(params.low_threshold, 0.4),
+            remask_threshold=_default(params.remask_threshold, 0.4),
+            credit_alpha=_default(params.credit_alpha, 0.7),
+            credit_gamma=_default(params.credit_gamma, 0.2),
+            credit_beta=_default(params.credit_beta, 0.8),
+            factor=_default(params.factor, 1.0),
+            eb_threshold=_default(params.eb_threshold, 0.35),
+            eb_gamma=params.eb_gamma,
+            eos_at_end=bool(params.eos_at_end),
+            canvas_cache=_default(params.canvas_cache, "none"),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyDecoding:
+    """How the models of a family denoise; each model's config has one.
+
+    `algorithms`: those that its models may be decoded by; `defaults`: what holds where neither a
+    request nor the checkpoint says. With `is_whole` every forward takes prompt, answer and all
+    masks, and each position sees all others; else it takes a block, which sees those before it.
+    `shift`: a position's token is told by the logits so many positions before. `num_reserved`:
+    slots behind the answer that hold pad. `fills_behind_eos`: with eos_early_stop all positions
+    behind the first eos become eos at once.
+    """
+
+    algorithms: tuple[str, ...]
+    defaults: SamplingParams = SamplingParams()
+    is_whole: bool = False
+    shift: int = 0
+    num_reserved: int = 0
+    fills_behind_eos: bool = False
 
 
 def _is_list(value: object) -> bool:

@@ -13,9 +13,11 @@ import numpy.typing as npt
 import torch
 
 from oled_moe.config import DecodingParams
+from oled_moe.errors import OledMoeError
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import Model
+from oled_moe.sampling import Guesses, guess, takes_plain_best
 from oled_moe.types import (
     BoolArray,
     FloatArray,
@@ -26,21 +28,12 @@ from oled_moe.types import (
     Phase,
     TokenState,
 )
-from oled_moe.unmasking import (
-    UNMASKING,
-    BlockState,
-    BlockUpdate,
-    ConfidenceArray,
-    Constraint,
-    sample,
-)
+from oled_moe.unmasking import UNMASKING, BlockState, BlockUpdate, Constraint
 
 # Layer-time confidence of a masked position that no forward has seen yet (architecture.md 3.1).
 FRESH_CONFIDENCE = 0.5
 # Most prompt tokens in one forward, rounded to whole blocks: bounds activations of long prompts.
 MAX_PREFILL_TOKENS = 2048
-# Of each row of logits the token and its probability.
-Best = tuple[IntArray, ConfidenceArray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +93,7 @@ def never_stop(answer_ids: Sequence[int]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """One row of a forward: what the model is given and what policies may see of it.
 
     `start`: the sequence position of its first token. Shapes: [T] each; known_ids are tokens, and
@@ -116,10 +109,20 @@ class _Part:
     logit_tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """What a denoising forward came to for the tokens of a row, [T] each (see ForwardOutcome)."""
+
+    confidence: npt.NDArray[np.float32]
+    accepted: BoolArray
+
+
 class DecodingSequence:
     """One request on its way through the decoder: its tokens, keys and values, and how far it is.
 
-    Made by `BlockDiffusionDecoder.begin`. A sequence that is dropped leaves nothing behind.
+    Blocks lie on multiples of their length from `origin` on, which is before the first; the first
+    may begin with the end of the prompt. Each sees those before it, which are in the cache. A mask
+    id in the prompt is prompt. A sequence that is dropped leaves nothing behind.
     """
 
     def __init__(
@@ -127,16 +130,17 @@ class DecodingSequence:
         prompt_ids: list[int],
         params: DecodingParams,
         request_id: int,
-        kv: SequenceKv,
+        new_kv: Callable[[int], SequenceKv],
         *,
         stop_rule: StopRule,
         constraint: Constraint | None,
         counters: DecodingCounters,
+        origin: int = 0,
+        num_reserved: int = 0,
     ) -> None:
         self.prompt_ids = prompt_ids
         self.params = params
         self.request_id = request_id
-        self.kv = kv
         self.counters = counters
         self.finish_reason: str | None = None
         self._stop_rule = stop_rule
@@ -146,22 +150,50 @@ class DecodingSequence:
         self._answer_ids: list[int] = []
         self._probabilities: list[float] = []
         # Finished blocks whose keys and values are not those of their final tokens yet.
-        self._unstored: list[_Part] = []
+        self._unstored: list[Part] = []
         length = params.block_length
-        self._num_blocks = num_positions(len(prompt_ids), params) // length
+        self._origin = origin
+        self._num_blocks = -(-(len(prompt_ids) + params.max_tokens - origin) // length)
+        self.kv = new_kv(origin + self._num_blocks * length + num_reserved)
         self._prefill_end = len(prompt_ids) // length * length
         self._block_id = len(prompt_ids) // length
         self._state = BlockState.start([], block_length=0, mask_id=0)
         self._block_probability = self._confidence = np.empty(0, dtype=np.float32)
         self._best_ids: IntArray = np.empty(0, dtype=np.int64)
+        self._is_looked_at: BoolArray = np.empty(0, dtype=np.bool_)
         self._start_block()
         if self._prefill_end == 0:
             counters.prefill_end_s = time.perf_counter()
 
     @property
+    def block_length(self) -> int:
+        """Sequences of the same may share denoising forwards."""
+        return self.params.block_length
+
+    @property
+    def num_step_tokens(self) -> int:
+        """Tokens that a denoising forward is given, but for what rides along."""
+        return self.params.block_length
+
+    @property
+    def attention_length(self) -> int:
+        """Length of the blocks within which positions see each other."""
+        return self.params.block_length
+
+    @property
+    def _block_start(self) -> int:
+        """Where the block at work begins, from the start of the prompt."""
+        return self._origin + self._block_id * self.params.block_length
+
+    @property
     def is_finished(self) -> bool:
         """Whether the answer has ended."""
         return self.finish_reason is not None
+
+    @property
+    def error(self) -> OledMoeError | None:
+        """Why the answer ended before its time, where a constraint could not go on."""
+        return None if self._constraint is None else self._constraint.error
 
     @property
     def num_left_to_prefill(self) -> int:
@@ -176,11 +208,11 @@ class DecodingSequence:
 
     # The parts of forwards
 
-    def prefill_part(self) -> "_Part":
+    def prefill_part(self) -> "Part":
         """The next whole blocks of the prompt."""
         start, size = self.kv.length, self.num_to_prefill
         token_ids = np.array(self.prompt_ids[start : start + size])
-        return _Part(
+        return Part(
             self._row(start // self.params.block_length, 0, Phase.PREFILL, size),
             start,
             token_ids,
@@ -196,20 +228,18 @@ class DecodingSequence:
         if not self.num_left_to_prefill:
             self.counters.prefill_end_s = time.perf_counter()
 
-    def denoise_parts(self, *, wants_all_logits: bool) -> "tuple[_Part, ...]":
+    def denoise_parts(self, *, wants_all_logits: bool) -> "tuple[Part, ...]":
         """The rest of the prompt, finished blocks that are not stored, and the block at work."""
-        state, is_looked_at = self._state, self._unmasking.looked_at(self._state)
-        if wants_all_logits:
-            is_looked_at[:] = True
-        length = self.params.block_length
-        part = _Part(
+        self._look(wants_all_logits)
+        state, length = self._state, self.params.block_length
+        part = Part(
             self._row(self._block_id, state.num_steps, Phase.DENOISE, length),
-            self._block_id * length,
+            self._block_start,
             state.token_ids,
             np.where(state.is_masked, self._confidence, np.float32(1.0)),
-            _token_states(state),
+            token_states(state),
             np.where(state.is_masked, self._best_ids, state.token_ids),
-            is_looked_at.nonzero()[0],
+            self._is_looked_at.nonzero()[0],
         )
         if not self.num_to_prefill:
             return (*self._unstored, part)
@@ -217,63 +247,60 @@ class DecodingSequence:
         self.counters.prefill_end_s = time.perf_counter()
         return (self.prefill_part(), *self._unstored, part)
 
-    def draws(self, is_looked_at: BoolArray) -> FloatArray | None:
-        """This step's random numbers [N] in [0, 1), None at temperature 0.
+    def _look(self, wants_all_logits: bool) -> None:
+        """Decide whose logits the next forward is asked for. Mutates: the sequence."""
+        self._is_looked_at = self._unmasking.looked_at(self._state)
+        if wants_all_logits:
+            self._is_looked_at[:] = True
+
+    def _draws(self) -> FloatArray | None:
+        """This step's random numbers [N] in [0, 1), None where nothing is drawn.
 
         Every position of every step has one of its own, looked at or not, so that what is sampled
         does not depend on which are.
         """
-        if self.params.temperature == 0:
+        if self.params.is_greedy:
             return None
-        size = len(is_looked_at)
+        size = len(self._is_looked_at)
         draws = torch.rand(size, dtype=torch.float64, generator=self._generator).numpy()
-        chosen: FloatArray = draws[is_looked_at]
+        chosen: FloatArray = draws[self._is_looked_at]
         return chosen
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether each position's token is just its likeliest one."""
-        return self.params.temperature == 0 and self._constraint is None
+    def takes_plain_best(self) -> bool:
+        """Whether nothing but the likeliest tokens of its rows is wanted of the logits."""
+        rule = self._unmasking
+        is_plain = rule.entropy_of is None and not rule.fuses and self._constraint is None
+        return is_plain and takes_plain_best(self.params)
 
     def take(
-        self, is_looked_at: BoolArray, logits_NV: torch.Tensor, *, best: "Best | None" = None
-    ) -> "tuple[DecodingStep, BlockUpdate, npt.NDArray[np.float32]]":
-        """What a forward's logits make of the block, and confidences float32 [B], NaN where none.
+        self, logits_NV: torch.Tensor, *, best: Guesses | None = None
+    ) -> tuple[DecodingStep, RowOutcome]:
+        """What a forward's logits make of the block.
 
-        `best`: ids and probabilities of the rows where somebody has looked at them already.
-        Mutates: the sequence; a finished block is stored or left to be, and the next one begun.
+        `best`: what is guessed of the rows where somebody has looked at them already. Mutates: the
+        sequence; a finished block is stored or left to be, and the next one begun.
         """
-        params, state, counters = self.params, self._state, self.counters
-        start, block_id = self._block_id * params.block_length, self._block_id
-        self.kv.advance(self.num_to_prefill)
-        for part in self._unstored:
-            self.kv.advance(part.row.num_tokens)
-        self._unstored = []
+        state, counters = self._state, self.counters
         before = state.token_ids.copy()
-        if self._constraint is not None:
-            best_ids, confidence, update = self._constraint.update(
-                state, logits_NV, is_looked_at, self._unmasking, self.draws(is_looked_at)
-            )
-        else:
-            found = best or sample(logits_NV, params, self.draws(is_looked_at))
-            best_ids = np.full(len(is_looked_at), -1, dtype=np.int64)
-            confidence = np.full(len(is_looked_at), np.nan, dtype=np.float32)
-            best_ids[is_looked_at], confidence[is_looked_at] = found
-            update = self._unmasking.update(state, best_ids, confidence)
-        self._best_ids, self._confidence = best_ids, confidence
+        guesses, update = self._settle(logits_NV, best)
+        confidence = guesses.confidence
+        self._best_ids, self._confidence = guesses.token_ids, confidence
         is_changed = update.accepted | update.edited
         self._block_probability[is_changed] = confidence[is_changed]
+        outcome = self._outcome(confidence, update.accepted)
+        self._keep_stored()
         counters.num_denoise_forwards += 1
         counters.last_token_s = time.perf_counter()
         counters.first_token_s = counters.first_token_s or counters.last_token_s
         is_done = self._ends_mid_block(update) or not self._wants_forward()
         step = DecodingStep(
-            block_id,
+            self._block_id,
             state.num_steps - 1,
-            start,
+            self._block_start,
             tuple(state.token_ids.tolist()),
             tuple(state.is_masked.tolist()),
-            _changes(before, state, is_changed, confidence, start),
+            _changes(before, state, is_changed, confidence, self._block_start),
             is_done,
             False,
             None,
@@ -282,7 +309,32 @@ class DecodingSequence:
         )
         if is_done:
             self._end_block()
-        return self._with_answer(step), update, confidence
+        return self._with_answer(step), outcome
+
+    def _keep_stored(self) -> None:
+        """Keep what the forward stored of final tokens. Mutates: keys and values."""
+        self.kv.advance(self.num_to_prefill)
+        for part in self._unstored:
+            self.kv.advance(part.row.num_tokens)
+        self._unstored = []
+
+    def _settle(self, logits_NV: torch.Tensor, best: Guesses | None) -> tuple[Guesses, BlockUpdate]:
+        """Guess from the logits and write what is settled by that. Mutates: the block."""
+        state, is_looked_at, rule = self._state, self._is_looked_at, self._unmasking
+        if self._constraint is not None:
+            ids, confidence, update = self._constraint.update(
+                state, logits_NV, is_looked_at, rule, self._draws()
+            )
+            return Guesses(ids, confidence), update
+        if best is None:
+            logits_NV = rule.fuse(state, logits_NV, is_looked_at)
+            best = guess(logits_NV, self.params, self._draws(), entropy_of=rule.entropy_of)
+        guesses = best.spread(is_looked_at)
+        return guesses, rule.update(state, guesses)
+
+    def _outcome(self, confidence: npt.NDArray[np.float32], accepted: BoolArray) -> RowOutcome:
+        """What came of the block, for each token of its row."""
+        return RowOutcome(confidence, accepted)
 
     def ended_step(self) -> "DecodingStep":
         """The only step of an answer that needed no forward."""
@@ -292,7 +344,7 @@ class DecodingSequence:
             DecodingStep(
                 self._block_id,
                 0,
-                self._block_id * self.params.block_length,
+                self._block_start,
                 tuple(block.token_ids.tolist()),
                 tuple(block.is_masked.tolist()),
                 (),
@@ -304,7 +356,7 @@ class DecodingSequence:
             )
         )
 
-    def parts_to_commit(self) -> "list[_Part]":
+    def parts_to_commit(self) -> "list[Part]":
         """Finished blocks that are not stored, for whoever stores them by forwards of their own."""
         return list(self._unstored)
 
@@ -322,7 +374,7 @@ class DecodingSequence:
         """
         params = self.params
         while True:
-            start = self._block_id * params.block_length
+            start = self._block_start
             self._state = state = BlockState.start(
                 self.prompt_ids[start : start + params.block_length],
                 block_length=params.block_length,
@@ -356,27 +408,32 @@ class DecodingSequence:
         Else the block becomes part of the prefix, or is left to be: its keys and values must come
         from its final tokens. Mutates: the sequence.
         """
-        state, length = self._state, self.params.block_length
+        state = self._state
         self._answer_ids += state.token_ids[~state.is_prompt].tolist()
         self._probabilities += self._block_probability[~state.is_prompt].tolist()
         if self._end_of_answer(self._block_id == self._num_blocks - 1):
             return True
+        self._leave_block()
+        self._block_id += 1
+        return False
+
+    def _leave_block(self) -> None:
+        """The block at work is part of the prefix from now on. Mutates: the sequence."""
+        state, length = self._state, self.params.block_length
         # The last forward of a settled block saw exactly its final tokens.
         if state.is_settled and not self._unstored:
             self.kv.advance(length)
-        else:
-            self._unstored.append(
-                _Part(
-                    self._row(self._block_id, state.num_steps, Phase.COMMIT, length),
-                    self._block_id * length,
-                    state.token_ids,
-                    np.ones(length, dtype=np.float32),
-                    _token_states(state),
-                    state.token_ids,
-                )
+            return
+        self._unstored.append(
+            Part(
+                self._row(self._block_id, state.num_steps, Phase.COMMIT, length),
+                self._block_start,
+                state.token_ids,
+                np.ones(length, dtype=np.float32),
+                token_states(state),
+                state.token_ids,
             )
-        self._block_id += 1
-        return False
+        )
 
     def _row(self, block_id: int, step_id: int, phase: Phase, num_tokens: int) -> ForwardRow:
         return ForwardRow(self.request_id, block_id, step_id, phase, num_tokens)
@@ -448,10 +505,10 @@ class DecodingSequence:
             # Behind a constraint's end, tokens may stand that were never part of the answer.
             answer = answer[: self._constraint.num_tokens]
         first_end = self._first_end(answer)
-        # Without eos_early_stop the 2.1 reference decodes every block and cuts afterwards; a stop
-        # id of the user's own ends the answer whatever the loop.
+        # Some references decode every block without eos_early_stop and cut afterwards; a stop id of
+        # the user's own ends the answer whatever the loop.
         may_end = (
-            not self._unmasking.edits
+            not self._decodes_on
             or params.eos_early_stop
             or (first_end is not None and answer[first_end - 1] in params.stop_token_ids)
         )
@@ -467,6 +524,11 @@ class DecodingSequence:
             self._finish(len(answer), "stop" if is_whole else "length")
         return self.is_finished
 
+    @property
+    def _decodes_on(self) -> bool:
+        """Whether blocks behind an eos are decoded too: that is so in the 2.1 reference."""
+        return self._unmasking.edits
+
     def _finish(self, num_tokens: int, reason: str) -> None:
         del self._answer_ids[num_tokens:], self._probabilities[num_tokens:]
         self.finish_reason = reason
@@ -477,17 +539,25 @@ class DecodingSequence:
         return None if self.params.ignore_eos or not len(ends) else int(ends[0]) + 1
 
     def _is_end(self, token_ids: IntArray) -> npt.NDArray[np.bool_]:
-        ends = [*self.params.stop_token_ids]
+        # A loop over few ids; np.isin sorts, which takes longer than the rest of a step.
+        is_end = np.zeros(len(token_ids), dtype=np.bool_)
+        for end_id in self.params.stop_token_ids:
+            is_end |= token_ids == end_id
         if self.params.eos_token_id is not None:
-            ends.append(self.params.eos_token_id)
-        return np.isin(token_ids, ends)
+            is_end |= token_ids == self.params.eos_token_id
+        return is_end
+
+
+# Makes a request's sequence; called as DecodingSequence is, without `origin` and what follows it.
+NewSequence = Callable[..., DecodingSequence]
 
 
 class BlockDiffusionDecoder:
-    """The loops of LLaDA2.0 and 2.1 over a prefix cache of finished blocks.
+    """The forwards of all sequences, of which several may share one.
 
-    Several sequences share a forward where their blocks are equally long; each has keys and values,
-    confidences, draws and stop rules of its own, so that its tokens do not depend on its company.
+    They may where their `block_length` is the same; each has keys and values, confidences, draws
+    and stop rules of its own, so that its tokens do not depend on its company. `new_sequence` makes
+    them: by default for models whose blocks see those before them, over a cache of finished ones.
     `start_forward` is called before each forward, `end_forward` after it, once it is known what was
     accepted. With `folds_commit` a finished block's keys and values are stored by the first forward
     of the next block, whose queries see them there; without, by a forward of their own.
@@ -504,7 +574,9 @@ class BlockDiffusionDecoder:
         start_forward: Callable[[ForwardContext], None],
         end_forward: Callable[[ForwardOutcome], None],
         folds_commit: bool = True,
+        new_sequence: NewSequence = DecodingSequence,
     ) -> None:
+        self._new_sequence = new_sequence
         self.wants_input_embedding = False
         self.wants_all_logits = False
         self._model = model
@@ -546,14 +618,14 @@ class BlockDiffusionDecoder:
     ) -> DecodingSequence:
         """A sequence that will have up to `max_tokens` behind the prompt.
 
-        A mask id in the prompt is prompt. `prefill` it while it has something to prefill, then
-        `denoise` it until its last step, which carries the finish reason.
+        `prefill` it while it has something to prefill, then `denoise` it until its last step, which
+        carries the finish reason.
         """
-        return DecodingSequence(
+        return self._new_sequence(
             list(prompt_ids),
             params,
             request_id,
-            self._model.new_kv(num_positions(len(prompt_ids), params)),
+            self._model.new_kv,
             stop_rule=stop_rule,
             constraint=constraint,
             counters=counters or DecodingCounters(),
@@ -593,12 +665,11 @@ class BlockDiffusionDecoder:
         steps, end = [], 0
         for (sequence, own), those, greedy in zip(parts, rows, best, strict=True):
             end += sum(part.row.num_tokens for part in own)
-            is_looked_at = np.zeros(own[-1].row.num_tokens, dtype=np.bool_)
-            is_looked_at[own[-1].logit_tokens] = True
-            step, update, confidence = sequence.take(is_looked_at, logits_NV[those], best=greedy)
+            step, row = sequence.take(logits_NV[those], best=greedy)
             steps.append(step)
-            outcome.token_confidence[end - len(confidence) : end] = confidence
-            outcome.token_accepted[end - len(confidence) : end] = update.accepted
+            start = end - own[-1].row.num_tokens
+            outcome.token_confidence[start:end] = row.confidence
+            outcome.token_accepted[start:end] = row.accepted
         self._end_forward(outcome)
         if not self._folds_commit:
             self._commit(sequences)
@@ -618,7 +689,8 @@ class BlockDiffusionDecoder:
     def _forward(self, parts: "Sequence[_Parts]") -> tuple[ForwardContext, torch.Tensor | None]:
         """One forward over consecutive parts of each sequence, its first behind its prefix."""
         every = [part for _, own in parts for part in own]
-        context = self._context(every, parts[0][0].params.block_length)
+        length = max(sequence.attention_length for sequence, _ in parts)
+        context = self._context(every, length)
         ids = torch.from_numpy(np.concatenate([part.token_ids for part in every]))
         if self.wants_input_embedding:
             embedding = self._model.embed(ids).float().cpu().numpy()
@@ -629,17 +701,17 @@ class BlockDiffusionDecoder:
                 sequence.kv,
                 part.row.num_tokens,
                 len(part.logit_tokens) > 0,
-                part.start - sequence.kv.length,
+                sum(earlier.row.num_tokens for earlier in own[:index]),
                 torch.from_numpy(part.logit_tokens),
             )
             for sequence, own in parts
-            for part in own
+            for index, part in enumerate(own)
         )
         assert context.token_position is not None
         positions = torch.from_numpy(context.token_position)
         return context, self._model.forward(ForwardBatch(ids, positions, segments, context))
 
-    def _context(self, parts: "Sequence[_Part]", block_length: int) -> ForwardContext:
+    def _context(self, parts: "Sequence[Part]", block_length: int) -> ForwardContext:
         self._num_forwards += 1
         return ForwardContext(
             self._num_forwards - 1,
@@ -652,32 +724,28 @@ class BlockDiffusionDecoder:
         )
 
 
-_Parts = tuple[DecodingSequence, tuple[_Part, ...]]
-
-
-def num_positions(num_prompt_tokens: int, params: DecodingParams) -> int:
-    """Positions of prompt and answer, in whole blocks: the keys and values that a request needs."""
-    length = params.block_length
-    return -(-(num_prompt_tokens + params.max_tokens) // length) * length
+_Parts = tuple[DecodingSequence, tuple[Part, ...]]
 
 
 def _best_of_greedy(
     sequences: Sequence[DecodingSequence], logits_NV: torch.Tensor, rows: Sequence[slice]
-) -> list[Best | None]:
-    """Ids and probabilities of each sequence that only wants the likeliest, None for the others.
+) -> list[Guesses | None]:
+    """Guesses of each sequence, or None for all where some want more than the likeliest tokens.
 
     One pass over all of them, with one synchronisation, where they agree about the mask.
     """
     first = sequences[0].params
     if len(sequences) == 1 or not all(
-        each.is_greedy and each.params.mask_token_id == first.mask_token_id for each in sequences
+        each.takes_plain_best and each.params.mask_token_id == first.mask_token_id
+        for each in sequences
     ):
         return [None] * len(sequences)
-    ids, probabilities = sample(logits_NV, first, None)
-    return [(ids[those], probabilities[those]) for those in rows]
+    guesses = guess(logits_NV, first, None)
+    return [guesses.part(those) for those in rows]
 
 
-def _token_states(state: BlockState) -> npt.NDArray[np.uint8]:
+def token_states(state: BlockState) -> npt.NDArray[np.uint8]:
+    """What each position of a block holds."""
     states = np.full(len(state.token_ids), TokenState.COMMITTED, dtype=np.uint8)
     states[state.is_prompt] = TokenState.PROMPT
     states[state.is_masked] = TokenState.MASKED

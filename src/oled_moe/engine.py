@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from oled_moe.cache import ExpertCache
+from oled_moe.canvas import new_sequence_of
 from oled_moe.checkpoint import Checkpoint, read_weights
 from oled_moe.config import (
+    ONE_BLOCK_ALGORITHMS,
     DecodingParams,
     EngineConfig,
     SamplingParams,
@@ -41,7 +43,6 @@ from oled_moe.decoding import (
     DecodingStep,
     TokenChange,
     never_stop,
-    num_positions,
 )
 from oled_moe.devices import Gpu, Progress, build_tiers, open_gpu
 from oled_moe.errors import (
@@ -70,6 +71,7 @@ from oled_moe.metrics import GenerationStats, generation_stats
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.policies import OffloadPolicy, build_policy
 from oled_moe.profiler import SMALL_EXPERT_BYTES, default_profile_path, usable_memory_bytes
+from oled_moe.sampling import SAMPLING_SLICE
 from oled_moe.store import ExpertLayout, ExpertPart
 from oled_moe.tokenization import Tokenizer
 from oled_moe.types import (
@@ -80,7 +82,7 @@ from oled_moe.types import (
     LayerPlan,
     MoeShape,
 )
-from oled_moe.unmasking import SAMPLING_SLICE, Constraint
+from oled_moe.unmasking import Constraint
 
 DEMO_MODEL = "demo"
 # Context that keys and values are planned for where nothing else is asked.
@@ -273,7 +275,10 @@ class Engine:
         self.dtype = sizes.layout.dtype
         self.outcome_observers: list[Callable[[ForwardOutcome], None]] = []
         self._decoder = BlockDiffusionDecoder(
-            self.model, start_forward=self.start_forward, end_forward=self._end_forward
+            self.model,
+            start_forward=self.start_forward,
+            end_forward=self._end_forward,
+            new_sequence=new_sequence_of(self.model_config.decoding),
         )
         self.wants_input_embedding = "input_embedding" in self.policy.needs
         self._turn = threading.Lock()
@@ -373,6 +378,8 @@ class Engine:
             is_last = False
             while not is_last:
                 (event,) = self._denoise([request])
+                if request.sequence.error is not None:
+                    raise request.sequence.error
                 is_last = event.result is not None
                 yield event
         finally:
@@ -567,9 +574,19 @@ class Engine:
         return prompt_ids
 
     def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> DecodingParams:
-        resolved = DecodingParams.resolve(params.with_defaults(self.sampling_defaults))
+        params = self._with_canvas(params, num_prompt_tokens).with_defaults(self.sampling_defaults)
+        algorithms = self.model_config.decoding.algorithms
+        if params.algorithm is not None and params.algorithm not in algorithms:
+            raise ConfigError(
+                f"algorithm is {params.algorithm!r}; allowed for this model: "
+                f"{', '.join(algorithms)}"
+            )
+        resolved = DecodingParams.resolve(params)
+        self._check_canvas(resolved, num_prompt_tokens)
         vocab_size = self.model_config.vocab_size
         check_int("mask_token_id", resolved.mask_token_id, minimum=0, maximum=vocab_size - 1)
+        if resolved.pad_token_id is not None:
+            check_int("pad_token_id", resolved.pad_token_id, minimum=0, maximum=vocab_size - 1)
         for token_id in (resolved.eos_token_id, *resolved.stop_token_ids):
             if token_id is not None:
                 check_int("eos or stop token id", token_id, minimum=0, maximum=vocab_size - 1)
@@ -587,6 +604,49 @@ class Engine:
             raise ConfigError("stop strings need a tokenizer, which this checkpoint lacks")
         return resolved
 
+    def _with_canvas(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """A request for so many positions as one for so many tokens."""
+        length = params.canvas_length
+        if length is None:
+            return params
+        if not self.model_config.decoding.is_whole:
+            raise ConfigError(
+                f"canvas_length is {length}; this model denoises block after block: give max_tokens"
+            )
+        if params.max_tokens is not None:
+            raise ConfigError("canvas_length and max_tokens are both given; give one of them")
+        num_taken = num_prompt_tokens + self.model_config.decoding.num_reserved
+        if length <= num_taken:
+            raise InputError(
+                f"canvas_length is {length}; allowed: more than {num_taken}, the prompt's "
+                f"{num_prompt_tokens} tokens and what is reserved; shorten the prompt"
+            )
+        return replace(params, max_tokens=length - num_taken, canvas_length=None)
+
+    def _check_canvas(self, params: DecodingParams, num_prompt_tokens: int) -> None:
+        """Refuse what has no canvas with this family's models."""
+        family = self.model_config.decoding
+        if num_prompt_tokens < family.shift:
+            raise InputError(
+                "the prompt is empty; this model tells each token from the one before it: give "
+                "one at least"
+            )
+        if params.eos_at_end and not family.num_reserved:
+            raise ConfigError(
+                "eos_at_end is True; allowed: with models that reserve a last slot (RND1)"
+            )
+        if params.canvas_cache != "none" and (not family.is_whole or family.shift):
+            raise ConfigError(
+                f"canvas_cache is {params.canvas_cache!r}; allowed for this model: none; it is for "
+                "models that see a whole canvas and fill it block after block (LLaDA-MoE)"
+            )
+        last = "eos_token_id" if params.eos_at_end else "pad_token_id"
+        if family.num_reserved and getattr(params, last) is None:
+            raise ConfigError(
+                f"{last} is in neither the parameters, config.json, generation_config.json nor "
+                "the tokenizer, and this model's last slot needs it; give it as a parameter"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
@@ -595,11 +655,6 @@ class PreparedRequest:
     prompt_ids: list[int]
     params: DecodingParams
     constraint: Constraint | None = None
-
-    @property
-    def num_positions(self) -> int:
-        """Positions that its keys and values will need."""
-        return num_positions(len(self.prompt_ids), self.params)
 
 
 @dataclass(slots=True)
@@ -627,7 +682,13 @@ class RunningRequest:
 
     @property
     def block_length(self) -> int:
-        return self.sequence.params.block_length
+        """Requests of the same share forwards; 0 for canvases, whatever their blocks."""
+        return self.sequence.block_length
+
+    @property
+    def num_step_tokens(self) -> int:
+        """Tokens that one step of it feeds to the model."""
+        return self.sequence.num_step_tokens
 
     @property
     def num_positions(self) -> int:
@@ -705,7 +766,7 @@ def sampling_defaults_of(
         rest = sampling_from_generation_config(checkpoint.generation_config)
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
-    found = ids.with_defaults(rest)
+    found = ids.with_defaults(rest).with_defaults(config.decoding.defaults)
     if tokenizer is not None:
         found = found.with_defaults(
             SamplingParams(
@@ -845,13 +906,18 @@ def _needs(
     kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize
     # A forward holds, per token, the routed rows and their outputs, a few hidden vectors and a
     # mask; a step holds the logits of every sequence's block, and what sampling makes of a few
-    # rows.
+    # rows. A canvas is one forward, and where it has no blocks all of it wants logits.
     num_rows = max(128 * config.max_num_seqs, min(max_model_len, MAX_PREFILL_TOKENS))
+    num_logit_rows = PLANNED_BLOCK_LENGTH
+    if model.decoding.is_whole:
+        num_rows = max_model_len * config.max_num_seqs
+    if set(model.decoding.algorithms) <= set(ONE_BLOCK_ALGORITHMS):
+        num_logit_rows = max_model_len
     rows_bytes = num_rows * model.hidden_size * (2 * model.top_k * itemsize + 6 * itemsize + 8)
     rows_bytes += num_rows * max_model_len
-    logits_bytes = 4 * model.vocab_size * PLANNED_BLOCK_LENGTH * config.max_num_seqs
+    logits_bytes = 4 * model.vocab_size * num_logit_rows * config.max_num_seqs
     logits_bytes += _SAMPLING_BYTES * min(
-        PLANNED_BLOCK_LENGTH * model.vocab_size, max(model.vocab_size, SAMPLING_SLICE)
+        num_logit_rows * model.vocab_size, max(model.vocab_size, SAMPLING_SLICE)
     )
     # Routers are kept in fp32 where no native code multiplies them as they are stored.
     dense_bytes = sizes.dense_bytes + 2 * shape.num_experts_total * model.hidden_size

@@ -53,7 +53,19 @@ class SequenceKv:
         end = self.length + num_tokens
         return self._keys_LGSH[layer, :, :end], self._values_LGSH[layer, :, :end]
 
+    def move_behind(self, start: int, num_tokens: int) -> None:
+        """Put `num_tokens` positions from `start` on behind all others, which close the gap.
+
+        Attention asks for no order: where a key stands in its sequence is in the key itself.
+        """
+        for values_LGSH in (self._keys_LGSH, self._values_LGSH):
+            values_LGSH[:, :, start:] = values_LGSH[:, :, start:].roll(-num_tokens, dims=2)
+
     def advance(self, num_tokens: int) -> None:
         """Make the `num_tokens` positions written last part of the finished ones."""
         self.length += num_tokens
         assert self.length <= self.capacity
+
+    def clear(self) -> None:
+        """Nothing is finished any more."""
+        self.length = 0

@@ -28,6 +28,7 @@ from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.policies import OffloadPolicy
 from oled_moe.registry import parse_spec
 from oled_moe.roofline import ForwardWork
+from oled_moe.sampling import sample
 from oled_moe.synthesis import PRESETS, SynthesisParams, synthesize
 from oled_moe.traces import RoutingTrace, TraceForward, load_trace
 from oled_moe.types import (
@@ -40,7 +41,6 @@ from oled_moe.types import (
     Phase,
     TokenState,
 )
-from oled_moe.unmasking import sample
 
 SYNTH_PREFIX = "synth:"
 # Denoising forwards that are not counted: at least, and at most where a cache fills up slowly.

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from oled_moe.config import SamplingParams, check_int
+from oled_moe.config import ONE_BLOCK_ALGORITHMS, SamplingParams, check_int
 from oled_moe.decoding import MAX_PREFILL_TOKENS
 from oled_moe.engine import (
     PLANNED_BLOCK_LENGTH,
@@ -139,7 +139,8 @@ class Scheduler:
         prepared = self.engine.check(prompt, params)
         longest = max(PLANNED_BLOCK_LENGTH, self.engine.sampling_defaults.block_length or 0)
         # Beside other requests; who runs alone may take what memory there is.
-        check_int("block_length", prepared.params.block_length, minimum=1, maximum=longest)
+        if prepared.params.algorithm not in ONE_BLOCK_ALGORITHMS:
+            check_int("block_length", prepared.params.block_length, minimum=1, maximum=longest)
         handle = RequestHandle(len(prepared.prompt_ids), time.perf_counter())
         handle._prepared = prepared
         handle._on_event, handle._on_error = on_event, on_error
@@ -317,14 +318,14 @@ class Scheduler:
     def _denoise(self, handles: list[RequestHandle]) -> None:
         requests = [_running(handle) for handle in handles]
         num_before = sum(request.num_answer_tokens for request in requests)
-        num_tokens = sum(each.block_length + each.num_left_to_prefill for each in requests)
+        num_tokens = sum(each.num_step_tokens + each.num_left_to_prefill for each in requests)
         start_s = time.perf_counter()
         events = self.engine.denoise(requests)
         now_s = time.perf_counter()
         num_new = sum(request.num_answer_tokens for request in requests) - num_before
         mask_ids = [request.sequence.params.mask_token_id for request in requests]
         num_edited = sum(
-            change.from_id != mask_id
+            mask_id not in (change.from_id, change.to_id)
             for event, mask_id in zip(events, mask_ids, strict=True)
             for change in event.changes
         )
@@ -339,6 +340,10 @@ class Scheduler:
         )
 
     def _tell(self, handle: RequestHandle, event: StepEvent) -> None:
+        error = _running(handle).sequence.error
+        if error is not None:
+            self._fail(handle, error)
+            return
         on_event = handle._on_event
         if event.result is not None:
             # First of all the request's memory goes: whoever is told may look.

@@ -2,28 +2,24 @@
 
 An UnmaskingPolicy is asked before each forward whether one is needed, and afterwards told each
 position's best token and its probability. Prompt positions never change; the mask token is never
-among the tokens offered (`sample`). Every policy ends after a bounded number of forwards.
+among the tokens offered (`guess`). Every policy ends after a bounded number of forwards.
 Legend: B positions of the block, N of them that are looked at, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from oled_moe.config import DecodingParams
 from oled_moe.errors import OledMoeError
 from oled_moe.layers import best_tokens
+from oled_moe.sampling import ConfidenceArray, Guesses
 from oled_moe.types import BoolArray, FloatArray, IntArray
-
-ConfidenceArray = npt.NDArray[np.float32]
-
-# Logits that are looked at together, in whole rows.
-SAMPLING_SLICE = 2**19
 
 
 @dataclass(slots=True)
@@ -48,16 +44,25 @@ class BlockState:
 
 @dataclass(frozen=True, slots=True)
 class BlockUpdate:
-    """What a forward changed. Shapes: bool [B] each, disjoint."""
+    """What a forward changed: masks that became tokens, and tokens that became others or masks.
+
+    Shapes: bool [B] each, disjoint.
+    """
 
     accepted: BoolArray
     edited: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
 
 
 class UnmaskingPolicy(Protocol):
-    """Drives one block from masks to tokens. `edits`: accepted tokens may still be replaced."""
+    """Drives one block from masks to tokens.
+
+    `edits`: accepted tokens may still be replaced; `fuses`: it changes logits before anything is
+    guessed from them; `entropy_of`: the distribution whose entropy it wants, if any.
+    """
 
     edits: bool
+    fuses: bool
+    entropy_of: str | None
 
     def wants_forward(self, state: BlockState) -> bool:
         """Whether the block needs another forward. Mutates: counters of the state."""
@@ -67,9 +72,11 @@ class UnmaskingPolicy(Protocol):
         """Positions [B] whose token and confidence `update` looks at: one at least."""
         ...
 
-    def update(
-        self, state: BlockState, best_ids: IntArray, confidence: ConfidenceArray
-    ) -> BlockUpdate:
+    def fuse(self, state: BlockState, logits_NV: Tensor, is_looked_at: BoolArray) -> Tensor:
+        """Logits [N, V] to guess from, in place of the model's. Mutates: what it remembers."""
+        ...
+
+    def update(self, state: BlockState, guesses: Guesses) -> BlockUpdate:
         """Write what this forward settles. Mutates: the state.
 
         Shapes: [B]; where it does not look, ids may be −1 and confidences NaN.
@@ -100,7 +107,8 @@ class Constraint(Protocol):
         unmasking: UnmaskingPolicy,
         draws_N: FloatArray | None,
     ) -> tuple[IntArray, ConfidenceArray, BlockUpdate]:
-        """Settle what a forward's logits allow, one position at least.
+        """Settle what a forward's logits allow, one position at least; how often a token may be
+        taken back is bounded.
 
         Takes the place of `sample` and `UnmaskingPolicy.update`. Shapes: logits fp32 [N, V] and
         draws [N] of the positions looked at; returns ids int64 [B], −1 where none, confidences
@@ -118,6 +126,11 @@ class Constraint(Protocol):
         ...
 
     @property
+    def error(self) -> OledMoeError | None:
+        """Why the answer could not go on; it has ended then. None while all is well."""
+        ...
+
+    @property
     def is_complete(self) -> bool:
         """Whether the answer so far, cut where `max_tokens` cuts it, is whole."""
         ...
@@ -132,38 +145,69 @@ def transfer_schedule(block_length: int, steps: int) -> list[int]:
     return [base + (step < extra) for step in range(steps)]
 
 
-class LowConfidenceUnmaskingPolicy:
-    """LLaDA2.0: all masked positions above the threshold, at least the scheduled number.
-
-    Source: released LLaDA2.0 `generate` (models.md 4).
-    """
+class _Rule:
+    """What most rules share: they look at masks, until there are none, and need nothing but tokens
+    and confidences."""
 
     edits = False
-
-    def __init__(self, params: DecodingParams) -> None:
-        self._threshold = params.threshold
-        self._schedule = transfer_schedule(params.block_length, params.steps)
+    fuses = False
+    entropy_of: str | None = None
 
     def wants_forward(self, state: BlockState) -> bool:
-        return bool(state.is_masked.any()) and state.num_steps < len(self._schedule)
+        return bool(state.is_masked.any())
 
     def looked_at(self, state: BlockState) -> BoolArray:
         is_seen: BoolArray = state.is_masked.copy()
         return is_seen
 
-    def update(
-        self, state: BlockState, best_ids: IntArray, confidence: ConfidenceArray
-    ) -> BlockUpdate:
-        accepted = _confident_masks(
-            state, confidence, self._threshold, self._schedule[state.num_steps]
-        )
-        state.token_ids[accepted] = best_ids[accepted]
+    def fuse(self, state: BlockState, logits_NV: Tensor, is_looked_at: BoolArray) -> Tensor:
+        return logits_NV
+
+
+class _AcceptingRule(_Rule, ABC):
+    """Rules that never change what they accepted."""
+
+    def update(self, state: BlockState, guesses: Guesses) -> BlockUpdate:
+        accepted = self._chosen(state, guesses)
+        state.token_ids[accepted] = guesses.token_ids[accepted]
         state.is_masked[accepted] = False
         state.num_steps += 1
         return BlockUpdate(accepted, np.zeros_like(accepted))
 
+    @abstractmethod
+    def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
+        """Masked positions [B] that become tokens."""
 
-class JointThresholdUnmaskingPolicy:
+
+class _ScheduledRule(_AcceptingRule, ABC):
+    """Rules of so many steps, each with a number of positions that it accepts at least."""
+
+    def __init__(self, params: DecodingParams) -> None:
+        self._schedule = transfer_schedule(params.block_length, params.steps)
+
+    def wants_forward(self, state: BlockState) -> bool:
+        return bool(state.is_masked.any()) and state.num_steps < len(self._schedule)
+
+    def _num_least(self, state: BlockState) -> int:
+        return self._schedule[state.num_steps]
+
+
+class LowConfidenceUnmaskingPolicy(_ScheduledRule):
+    """LLaDA2.0, and SDAR's dynamic rule: all masked positions above the threshold, at least the
+    scheduled number.
+
+    Source: released LLaDA2.0 `generate` (models.md 4); SDAR (models.md 6).
+    """
+
+    def __init__(self, params: DecodingParams) -> None:
+        super().__init__(params)
+        self._threshold = params.threshold
+
+    def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
+        return _confident_masks(state, guesses.confidence, self._threshold, self._num_least(state))
+
+
+class JointThresholdUnmaskingPolicy(_Rule):
     """LLaDA2.1: mask-to-token and token-to-token edits, then post-edit steps.
 
     Source: released LLaDA2.1 `generate` (models.md 5).
@@ -189,9 +233,8 @@ class JointThresholdUnmaskingPolicy:
         is_seen: BoolArray = ~state.is_prompt
         return is_seen
 
-    def update(
-        self, state: BlockState, best_ids: IntArray, confidence: ConfidenceArray
-    ) -> BlockUpdate:
+    def update(self, state: BlockState, guesses: Guesses) -> BlockUpdate:
+        best_ids, confidence = guesses.token_ids, guesses.confidence
         had_masks = bool(state.is_masked.any())
         accepted = np.zeros_like(state.is_masked)
         if had_masks:
@@ -210,6 +253,190 @@ class JointThresholdUnmaskingPolicy:
         return BlockUpdate(accepted, edited)
 
 
+class SequentialUnmaskingPolicy(_ScheduledRule):
+    """SDAR's order of reading: the scheduled number from the first mask on.
+
+    Source: models.md 6.
+    """
+
+    def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
+        return _positions(state, state.is_masked.nonzero()[0][: self._num_least(state)])
+
+
+class StaticUnmaskingPolicy(_ScheduledRule):
+    """SDAR's static rule, LLaDA's fixed counts: the scheduled number of the most confident.
+
+    Source: models.md 6, 7.1 and 8.
+    """
+
+    def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
+        return _positions(state, _best_masks(state, guesses.confidence)[: self._num_least(state)])
+
+
+class EntropyBoundedUnmaskingPolicy(_AcceptingRule):
+    """SDAR: those of least entropy while their sum stays below the bound, one at least.
+
+    Source: JetEngine's form of it (models.md 6), which also limits the steps; here blocks are
+    finished whatever `steps` is.
+    """
+
+    entropy_of: str | None = "tempered"
+
+    def __init__(self, params: DecodingParams) -> None:
+        self._bound = params.eb_threshold
+
+    def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
+        assert guesses.entropy is not None
+        masked = state.is_masked.nonzero()[0]
+        ranked = masked[np.argsort(guesses.entropy[masked], kind="stable")]
+        num_below = int(np.searchsorted(np.cumsum(guesses.entropy[ranked]), self._bound))
+        return _positions(state, ranked[: max(1, num_below)])
+
+
+class ThresholdUnmaskingPolicy(_AcceptingRule):
+    """dInfer and Fast-dLLM: all from the threshold on, at least the best.
+
+    Source: models.md 7.1 and 8.
+    """
+
+    def __init__(self, params: DecodingParams) -> None:
+        self._threshold = params.threshold
+
+    def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
+        is_best = _best_mask(state, guesses.confidence)
+        best = guesses.confidence[is_best].min(initial=np.inf)
+        threshold = np.float32(min(self._threshold, best - 1e-5))
+        is_high: BoolArray = state.is_masked & (guesses.confidence >= threshold)
+        return is_best | is_high
+
+
+class HierarchyUnmaskingPolicy(_AcceptingRule):
+    """dInfer: all above the threshold, the best of each gap if it is above the lower one, and the
+    best of all. Source: models.md 8.
+    """
+
+    def __init__(self, params: DecodingParams) -> None:
+        self._threshold = params.threshold
+        self._low_threshold = params.low_threshold
+
+    def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
+        return _by_hierarchy(
+            state.is_masked, guesses.confidence, self._threshold, self._low_threshold
+        ) | _best_mask(state, guesses.confidence)
+
+
+class HierarchyRemaskingUnmaskingPolicy(_Rule):
+    """dInfer's older hierarchy: tokens below the threshold for that are masks again, unless they
+    are among those accepted, which are one more than they. Source: models.md 8.
+    """
+
+    edits = True
+
+    def __init__(self, params: DecodingParams) -> None:
+        self._threshold = params.threshold
+        self._low_threshold = params.low_threshold
+        self._remask_threshold = params.remask_threshold
+        self._mask_id = params.mask_token_id
+
+    def looked_at(self, state: BlockState) -> BoolArray:
+        is_seen: BoolArray = ~state.is_prompt
+        return is_seen
+
+    def update(self, state: BlockState, guesses: Guesses) -> BlockUpdate:
+        was_masked, old_ids = state.is_masked.copy(), state.token_ids.copy()
+        is_low = ~was_masked & ~state.is_prompt
+        is_low &= guesses.confidence < np.float32(self._remask_threshold)
+        is_open = was_masked | is_low
+        chosen = _by_hierarchy(is_open, guesses.confidence, self._threshold, self._low_threshold)
+        num_least = int(is_low.sum()) + 1
+        if chosen.sum() < num_least:
+            ranked = _ranked(is_open.nonzero()[0], guesses.confidence)
+            chosen[ranked[:num_least]] = True
+        state.token_ids[is_open] = self._mask_id
+        state.token_ids[chosen] = guesses.token_ids[chosen]
+        state.is_masked = is_open & ~chosen
+        state.num_steps += 1
+        return BlockUpdate(was_masked & chosen, ~was_masked & (state.token_ids != old_ids))
+
+
+class CreditUnmaskingPolicy(ThresholdUnmaskingPolicy):
+    """dInfer's credit: what was likeliest in earlier steps is raised, then the threshold rule.
+
+    Its probability to a power is added to a token's credit each time it is a mask's likeliest;
+    credit decays from step to step. Source: models.md 8.
+    """
+
+    fuses = True
+
+    def __init__(self, params: DecodingParams) -> None:
+        super().__init__(params)
+        self._alpha = params.credit_alpha
+        self._gamma = params.credit_gamma
+        self._beta = params.credit_beta
+        self._mask_id = params.mask_token_id
+        self._credit_BV: Tensor | None = None
+
+    def fuse(self, state: BlockState, logits_NV: Tensor, is_looked_at: BoolArray) -> Tensor:
+        if self._credit_BV is None:
+            self._credit_BV = logits_NV.new_zeros(len(is_looked_at), logits_NV.shape[-1])
+        else:
+            self._credit_BV *= self._beta
+        rows = torch.from_numpy(is_looked_at.nonzero()[0]).to(logits_NV.device)
+        is_masked = torch.from_numpy(state.is_masked[is_looked_at]).to(logits_NV.device)
+        ids_N, probability_N, _ = best_tokens(logits_NV, self._mask_id)
+        earned_N = probability_N.pow(self._gamma) * is_masked
+        self._credit_BV[rows, ids_N] += earned_N
+        return logits_NV + self._alpha * torch.log1p(self._credit_BV[rows])
+
+
+class FactorUnmaskingPolicy(_AcceptingRule):
+    """Fast-dLLM's factor: as many as are surer, each in its rank, than what grows with their
+    number, one at least. Source: models.md 7.1.
+    """
+
+    def __init__(self, params: DecodingParams) -> None:
+        self._factor = params.factor
+
+    def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
+        ranked = _best_masks(state, guesses.confidence)
+        required = 1 - self._factor / (np.arange(len(ranked)) + 2)
+        is_short = ~(guesses.confidence[ranked] >= required)
+        # The first always passes, and where only the last falls short all are taken.
+        is_short[:1] = is_short[-1:] = False
+        num_taken = int(is_short.argmax()) if is_short.any() else len(ranked)
+        return _positions(state, ranked[:num_taken])
+
+
+class LowestEntropyUnmaskingPolicy(_AcceptingRule):
+    """RND1: after each of its steps so many stay masked as are scheduled, those of most entropy; or
+    with `eb_gamma` the most confident are filled as far as entropies bound their joint error.
+
+    It fills the whole answer as one block. There are forwards in which nothing is filled.
+    Source: models.md 7.2; the bound: running sum less running maximum of entropies at most gamma.
+    """
+
+    entropy_of: str | None = "filtered"
+
+    def __init__(self, params: DecodingParams) -> None:
+        self._num_steps = params.steps
+        self._gamma = params.eb_gamma
+
+    def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
+        assert guesses.entropy is not None
+        masked = state.is_masked.nonzero()[0]
+        num_left = max(0, self._num_steps - 1 - state.num_steps)
+        if not num_left:
+            return _positions(state, masked)
+        if self._gamma is None:
+            num_kept = int(np.count_nonzero(~state.is_prompt)) * num_left // self._num_steps
+            ranked = masked[np.argsort(guesses.entropy[masked], kind="stable")]
+            return _positions(state, ranked[: max(0, len(masked) - num_kept)])
+        ranked = _ranked(masked, guesses.confidence)
+        entropy = guesses.entropy[ranked]
+        is_bounded = np.cumsum(entropy) - np.maximum.accumulate(entropy) <= self._gamma
+        return _positions(state, ranked[: max(1, int(np.count_nonzero(is_bounded)))])
+
+
 def _confident_masks(
     state: BlockState, confidence: ConfidenceArray, threshold: float, num_least: int
 ) -> BoolArray:
@@ -217,92 +444,54 @@ def _confident_masks(
     high: BoolArray = state.is_masked & (confidence > np.float32(threshold))
     if high.sum() >= num_least:
         return high
-    masked = state.is_masked.nonzero()[0]
-    best = np.argsort(-confidence[masked], kind="stable")[:num_least]
+    return _positions(state, _best_masks(state, confidence)[:num_least])
+
+
+def _by_hierarchy(
+    is_open: BoolArray, confidence: ConfidenceArray, threshold: float, low_threshold: float
+) -> BoolArray:
+    """Open positions above the threshold, and of each run of them the best above the lower one."""
+    chosen: BoolArray = is_open & (confidence > np.float32(threshold))
+    positions = is_open.nonzero()[0]
+    for run in np.split(positions, (np.diff(positions) > 1).nonzero()[0] + 1):
+        best = _ranked(run, confidence)[:1]
+        chosen[best] |= confidence[best] > np.float32(low_threshold)
+    return chosen
+
+
+def _ranked(positions: IntArray, confidence: ConfidenceArray) -> IntArray:
+    """The positions, the most confident first."""
+    ranked: IntArray = positions[np.argsort(-confidence[positions], kind="stable")]
+    return ranked
+
+
+def _best_masks(state: BlockState, confidence: ConfidenceArray) -> IntArray:
+    """Masked positions, the most confident first."""
+    return _ranked(state.is_masked.nonzero()[0], confidence)
+
+
+def _best_mask(state: BlockState, confidence: ConfidenceArray) -> BoolArray:
+    """The most confident masked position, as [B]."""
+    return _positions(state, _best_masks(state, confidence)[:1])
+
+
+def _positions(state: BlockState, positions: IntArray) -> BoolArray:
     chosen = np.zeros_like(state.is_masked)
-    chosen[masked[best]] = True
+    chosen[positions] = True
     return chosen
 
 
 UNMASKING: dict[str, Callable[[DecodingParams], UnmaskingPolicy]] = {
     "low_confidence": LowConfidenceUnmaskingPolicy,
     "joint_threshold": JointThresholdUnmaskingPolicy,
+    "sequential": SequentialUnmaskingPolicy,
+    "low_confidence_static": StaticUnmaskingPolicy,
+    "low_confidence_dynamic": LowConfidenceUnmaskingPolicy,
+    "entropy_bounded": EntropyBoundedUnmaskingPolicy,
+    "threshold": ThresholdUnmaskingPolicy,
+    "hierarchy": HierarchyUnmaskingPolicy,
+    "hierarchy_remasking": HierarchyRemaskingUnmaskingPolicy,
+    "credit": CreditUnmaskingPolicy,
+    "factor": FactorUnmaskingPolicy,
+    "lowest_entropy": LowestEntropyUnmaskingPolicy,
 }
-
-
-def sample(
-    logits_NV: Tensor, params: DecodingParams, draws_N: FloatArray | None
-) -> tuple[IntArray, ConfidenceArray]:
-    """One token per position, never the mask, and its probability.
-
-    Greedy at temperature 0: the argmax, its probability over the whole vocabulary. Otherwise the
-    token at which the running sum of probabilities after temperature, top-k and top-p passes the
-    position's draw, with the probability under that distribution. What a position gets depends on
-    nothing but its logits and its draw.
-
-    Shapes: fp32 [N, V], draws float64 [N] in [0, 1) -> int64 [N], float32 [N]. Mutates: logits.
-    Raises: OledMoeError for logits that are not finite, which would decode to noise.
-    Source: models.md 4, filters; 11.1 and 11.3 for what is not copied.
-    """
-    if params.temperature == 0:
-        ids_N, probability_N, is_finite = best_tokens(logits_NV, params.mask_token_id)
-    else:
-        assert draws_N is not None
-        # The extremes show any NaN and any overflow in one pass.
-        is_finite = torch.stack(logits_NV.aminmax()).isfinite().all()
-        draws = torch.from_numpy(draws_N).to(logits_NV.device)
-        # Whole rows at a time, so that whatever is made on the way stays small beside the logits.
-        num_rows = max(1, SAMPLING_SLICE // logits_NV.shape[-1])
-        slices = [slice(first, first + num_rows) for first in range(0, len(logits_NV), num_rows)]
-        parts = [_drawn(logits_NV[part], params, draws[part]) for part in slices]
-        ids_N, probability_N = (torch.cat(part) for part in zip(*parts, strict=True))
-    # One synchronisation with the device for everything; doubles hold ids and fp32 exactly.
-    found = torch.cat((is_finite[None].double(), ids_N.double(), probability_N.double()))
-    flag, ids, probabilities = np.split(found.cpu().numpy(), [1, 1 + len(ids_N)])
-    if not flag[0]:
-        raise OledMoeError(
-            "the model computed numbers that are not finite; its weights or config.json are "
-            "damaged, or the dtype is too narrow: download it again, or try float32"
-        )
-    return ids.astype(np.int64), probabilities.astype(np.float32)
-
-
-def _drawn(logits_NV: Tensor, params: DecodingParams, draws_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Id and probability of each row, [N] each. Mutates: logits."""
-    logits_NV[:, params.mask_token_id] = float("-inf")
-    probabilities_NV = filtered_probabilities(
-        logits_NV, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
-    )
-    sums_NV = probabilities_NV.cumsum(-1, dtype=torch.float64)
-    total_N1 = sums_NV[:, -1:].contiguous()
-    ids_N1 = torch.searchsorted(sums_NV, draws_N[:, None] * total_N1, right=True)
-    # Rounding must not carry a draw past the last token that has any probability, nor may numbers
-    # that are not finite, which the caller refuses, carry it out of the vocabulary.
-    ids_N1 = torch.minimum(ids_N1, torch.searchsorted(sums_NV, total_N1))
-    ids_N1 = ids_N1.clamp(max=logits_NV.shape[-1] - 1)
-    return ids_N1[:, 0], probabilities_NV.gather(1, ids_N1)[:, 0]
-
-
-def filtered_probabilities(
-    logits_NV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None
-) -> Tensor:
-    """Softmax after temperature, then top-k (ties stay), then top-p (the first always stays).
-
-    Shapes: fp32 [N, V] -> fp32 [N, V].
-    """
-    # The maximum goes first, so that a tiny temperature cannot overflow; one that is 0 or infinite
-    # in the logits' precision would make NaN.
-    limits = torch.finfo(logits_NV.dtype)
-    temperature = min(max(temperature, limits.tiny), limits.max)
-    logits_NV = (logits_NV - logits_NV.max(-1, keepdim=True).values) / temperature
-    if top_k is not None and top_k < logits_NV.shape[-1]:
-        smallest = logits_NV.topk(top_k, dim=-1).values[:, -1:]
-        logits_NV = logits_NV.masked_fill(logits_NV < smallest, float("-inf"))
-    if top_p is not None and top_p < 1:
-        ranked = logits_NV.sort(dim=-1, descending=True)
-        before = ranked.values.softmax(-1).cumsum(-1)
-        is_dropped = (before > top_p).roll(1, dims=-1)
-        is_dropped[:, 0] = False
-        is_dropped = torch.zeros_like(is_dropped).scatter_(1, ranked.indices, is_dropped)
-        logits_NV = logits_NV.masked_fill(is_dropped, float("-inf"))
-    return logits_NV.softmax(-1)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from oled_moe.checkpoint import WeightMap
+from oled_moe.config import FamilyDecoding
 from oled_moe.errors import CheckpointError
 from oled_moe.experts import OffloadedExperts
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, RunPiece
-from oled_moe.models import llada2_moe
+from oled_moe.models import llada, llada2_moe, rnd1, sdar_moe
 
 
 class ModelConfig(Protocol):
@@ -43,6 +44,8 @@ class ModelConfig(Protocol):
     def head_size(self) -> int: ...
     @property
     def max_positions(self) -> int: ...
+    @property
+    def decoding(self) -> FamilyDecoding: ...
 
 
 class Model(Protocol):
@@ -115,6 +118,10 @@ _FAMILIES = (
     Family("llada2_moe", llada2_moe),
     # The same model saved by dFactory with stacked experts.
     Family("llada2_moe_veomni", llada2_moe),
+    Family("sdar_moe", sdar_moe),
+    Family("rnd1", rnd1),
+    # LLaDA-MoE.
+    Family("llada", llada),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 

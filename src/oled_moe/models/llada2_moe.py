@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oled_moe.checkpoint import WeightMap
+from oled_moe.config import BLOCK_ALGORITHMS, FamilyDecoding
 from oled_moe.errors import CheckpointError
 from oled_moe.experts import OffloadedExperts
 from oled_moe.kernels.linear import head_logits, linear
@@ -25,11 +26,11 @@ from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import (
     ForwardBatch,
     RunPiece,
-    apply_rotary,
     block_attention,
     grouped_sigmoid_router,
     rms_norm,
     rotary_table,
+    rotate,
     router_weight,
     run_directly,
     swiglu,
@@ -76,6 +77,11 @@ class Config:
     @property
     def num_moe_layers(self) -> int:
         return self.num_layers - self.num_dense_layers
+
+    @property
+    def decoding(self) -> FamilyDecoding:
+        """Block after block; models.md 4 and 5."""
+        return FamilyDecoding(BLOCK_ALGORITHMS)
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> "Config":
@@ -533,7 +539,7 @@ class Llada2Moe:
         heads, values = fused[:, :first_value], fused[:, first_value:]
         if weights.head_norm is not None:
             heads = rms_norm(heads, weights.head_norm, config.norm_eps)
-        return apply_rotary(heads, cos_TR, sin_TR), values
+        return rotate(heads, cos_TR, sin_TR), values
 
     def _attend(self, layer: int, queries_TQH: Tensor, batch: ForwardBatch) -> Tensor:
         """Each segment over its sequence's keys and values; returns [T, Q · H]."""

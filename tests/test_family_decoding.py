@@ -1,0 +1,621 @@
+"""Decoding of SDAR-MoE, LLaDA-MoE and RND1 against golden runs, and what canvases have to keep."""
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oled_moe import Engine, EngineConfig, SamplingParams
+from oled_moe.config import ALGORITHMS, UNTRAINED_ALGORITHMS, DecodingParams
+from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
+from oled_moe.engine import GenerationResult, StepEvent
+from oled_moe.errors import ConfigError, InputError
+from oled_moe.layers import ForwardBatch, Segment
+from oled_moe.recording import PromptToRecord, record_trace
+from oled_moe.sampling import guess
+from oled_moe.scheduler import Scheduler
+from oled_moe.traces import load_trace, save_trace
+from oled_moe.types import (
+    ForwardContext,
+    ForwardOutcome,
+    ForwardRow,
+    LayerDemand,
+    LayerPlan,
+    Phase,
+    TokenState,
+)
+from oled_moe.unmasking import BlockState, BlockUpdate
+
+GOLDEN = Path(__file__).parent / "golden"
+MODELS = ("sdar_moe", "llada_moe", "rnd1")
+MASK, PAD, EOS = 297, 295, 296
+Run = dict[str, Any]
+
+
+def runs_of(model: str) -> list[Run]:
+    runs: list[Run] = json.loads((GOLDEN / model / "generate.json").read_text())
+    return runs
+
+
+RUNS = [(model, run) for model in MODELS for run in runs_of(model)]
+
+
+def open_engine(model: str, **settings: Any) -> Engine:
+    is_emulated = settings.get("device") == "emulated"
+    profile = DEFAULT_EMULATED_PROFILE if is_emulated else DEFAULT_PROFILE
+    return Engine(GOLDEN / model, EngineConfig(**{"device": "cpu", "hardware": profile} | settings))
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, Engine]]:
+    found = {model: open_engine(model, experts_per_layer=8, max_num_seqs=4) for model in MODELS}
+    yield found
+    for engine in found.values():
+        engine.close()
+
+
+def params_of(model: str, run: Run) -> SamplingParams:
+    return SamplingParams.from_reference(model, run["args"])
+
+
+def answer_of(model: str, run: Run) -> list[int]:
+    """The answer in the reference's canvas: behind the prompt, cut at its end."""
+    args, answer = run["args"], run["output_ids"][len(run["prompt_ids"]) :]
+    if model == "rnd1":
+        answer = answer if args.get("add_eos_at_end") else answer[:-1]
+        ends = [args["eos_token_id"]]
+    else:
+        answer = answer[: args["gen_length"]]
+        ends = args.get("stopping_criteria_idx", []) if model == "sdar_moe" else [args["eos_id"]]
+    places = [place for place, token in enumerate(answer) if token in ends]
+    return answer[: places[0] + 1] if places else answer
+
+
+def check(engine: Engine, model: str, run: Run) -> GenerationResult:
+    result = engine.generate(run["prompt_ids"], params_of(model, run))
+    assert result.token_ids == answer_of(model, run), run["name"]
+    num_forwards = run.get("num_denoise_forwards", run.get("num_forwards"))
+    assert result.stats.num_denoise_forwards == num_forwards, run["name"]
+    return result
+
+
+# --- golden runs
+
+
+@pytest.mark.parametrize("capacity", [16, 8, 1.6])
+@pytest.mark.parametrize("model", MODELS)
+def test_golden_runs(model: str, capacity: float) -> None:
+    with open_engine(model, experts_per_layer=capacity) as engine:
+        for run in runs_of(model):
+            result = check(engine, model, run)
+            ends = ("dynamic_b8_stop", "b8_t60_eos", "add_eos")
+            assert result.finish_reason == ("stop" if run["name"] in ends else "length")
+            assert len(result.probabilities) == len(result.token_ids)
+
+
+@pytest.mark.parametrize("policy", ["naive-lru", "oled+", "oled+prefetch"])
+def test_golden_runs_with_every_kind_of_policy(policy: str) -> None:
+    for model in MODELS:
+        settings = {"policy": policy, "experts_per_layer": 3, "device": "emulated"}
+        with open_engine(model, cpu_experts=False, **settings) as engine:
+            for run in runs_of(model)[::3]:
+                check(engine, model, run)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_step_of_the_golden_runs(model: str, engines: dict[str, Engine]) -> None:
+    """Tokens, acceptances and confidences of each forward, and routing where it is there."""
+    expected, engine = load_file(GOLDEN / model / "generate.safetensors"), engines[model]
+    demands: list[LayerDemand] = []
+
+    def watch(demand: LayerDemand, plan: LayerPlan) -> None:
+        if demand.context.is_denoise:
+            demands.append(demand)
+
+    engine.experts.observers.append(watch)
+    num_compared = 0
+    for run in runs_of(model):
+        name, num_prompt = run["name"], len(run["prompt_ids"])
+        if f"{name}.accepted" not in expected:
+            continue
+        demands.clear()
+        events = list(engine.stream(run["prompt_ids"], params_of(model, run)))
+        after = expected.get(f"{name}.block_ids_after", expected.get(f"{name}.ids_after"))
+        assert after is not None and len(after) == len(events)
+        for step, event in enumerate(events):
+            start = 0 if model == "sdar_moe" else event.block_start
+            stop = start + len(event.token_ids)
+            assert list(event.token_ids) == after[step, start:stop].tolist()
+            accepted = expected[f"{name}.accepted"][step, start:stop].bool().tolist()
+            changed = [False] * len(accepted)
+            for change in event.changes:
+                changed[change.position - event.block_start] = True
+            assert changed == accepted
+            for change in event.changes:
+                place = change.position - (event.block_start if model == "sdar_moe" else 0)
+                if model == "rnd1":
+                    wanted = float(expected[f"{name}.log_confidence_shifted"][step, place].exp())
+                elif "eos" in name and change.to_id == run["args"]["eos_id"]:
+                    continue
+                else:
+                    wanted = float(expected[f"{name}.confidence"][step, place])
+                assert change.confidence == pytest.approx(wanted, abs=1e-5)
+                num_compared += 1
+            if event.result is None:
+                first_mask = event.is_masked.index(True) if any(event.is_masked) else stop - start
+                num_final = max(0, event.block_start + first_mask - num_prompt)
+                if event.is_block_done:
+                    num_final = event.block_start + len(event.token_ids) - num_prompt
+                assert len(event.answer_ids) == num_final
+        for layer in range(3):
+            key = f"{name}.trace.layers.{layer}.topk_idx"
+            if key in expected:
+                size = expected[key].shape[1]
+                seen = [d.topk_ids[-size:] for d in demands if d.layer == layer]
+                assert np.array_equal(np.stack(seen), expected[key].numpy())
+    engine.experts.observers.remove(watch)
+    assert num_compared > 50
+
+
+def test_entropies_are_the_references(engines: dict[str, Engine]) -> None:
+    """RND1's order comes from them: each step's largest and smallest agree with the golden ones."""
+    expected, engine = load_file(GOLDEN / "rnd1" / "generate.safetensors"), engines["rnd1"]
+    seen: list[torch.Tensor] = []
+    forward = engine.model.forward
+
+    def watch(batch: Any) -> Any:
+        logits = forward(batch)
+        assert logits is not None
+        seen.append(logits.clone())
+        return logits
+
+    for run in runs_of("rnd1"):
+        chosen = DecodingParams.resolve(params_of("rnd1", run))
+        seen.clear()
+        engine.model.forward = watch  # type: ignore[method-assign]
+        engine.generate(run["prompt_ids"], params_of("rnd1", run))
+        engine.model.forward = forward  # type: ignore[method-assign]
+        for step, logits in enumerate(seen):
+            masked = expected[f"{run['name']}.ids_before"][step] == MASK
+            found = guess(logits, chosen, None, entropy_of="filtered")
+            wanted = expected[f"{run['name']}.entropy_shifted"][step][masked].numpy()
+            assert found.entropy == pytest.approx(wanted, abs=1e-4)
+            ids = expected[f"{run['name']}.pred_ids_shifted"][step][masked].tolist()
+            assert found.token_ids.tolist() == ids
+
+
+# --- what a canvas is
+
+
+def watched(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams
+) -> tuple[list[StepEvent], list[ForwardOutcome]]:
+    outcomes: list[ForwardOutcome] = []
+    engine.outcome_observers.append(outcomes.append)
+    events = list(engine.stream(prompt, params))
+    engine.outcome_observers.remove(outcomes.append)
+    return events, outcomes
+
+
+@pytest.mark.parametrize("wants_all", [False, True])
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("llada_moe", {"algorithm": "threshold", "threshold": 0.5, "block_length": 4}),
+        ("llada_moe", {"algorithm": "hierarchy_remasking", "block_length": 4}),
+        ("rnd1", {"steps": 7}),
+    ],
+)
+def test_contexts_of_a_canvas(
+    model: str, settings: dict[str, Any], wants_all: bool, engines: dict[str, Engine]
+) -> None:
+    """What policies see: the canvas as it stands, never more than earlier forwards told."""
+    engine, prompt = engines[model], [5, 7, MASK, 11, 13]
+    engine.wants_all_logits = wants_all
+    events, outcomes = watched(engine, prompt, SamplingParams(max_tokens=10, **settings))
+    engine.wants_all_logits = False
+    assert len(events) == len(outcomes)
+    length = 5 + (12 if model == "llada_moe" else 11)
+    tokens, is_masked = [*prompt, *[MASK] * (length - 5)], [False] * 5 + [True] * (length - 5)
+    if model == "rnd1":
+        tokens[-1], is_masked[-1] = PAD, False
+    latest: dict[int, float] = {}
+    for event, outcome in zip(events, outcomes, strict=True):
+        context = outcome.context
+        assert context.block_length == length == context.num_tokens and len(context.rows) == 1
+        assert context.rows[0].phase is Phase.DENOISE and context.is_denoise
+        assert context.rows[0].block_id == event.block_id >= 5 // len(event.token_ids)
+        assert context.token_position is not None and context.token_ids is not None
+        assert context.token_position.tolist() == list(range(length))
+        masked = context.token_state == TokenState.MASKED
+        assert masked.tolist() == is_masked
+        assert (context.token_state[:5] == TokenState.PROMPT).all()
+        assert context.token_ids[~masked].tolist() == [
+            t for t, hole in zip(tokens, is_masked, strict=True) if not hole
+        ]
+        assert (context.token_confidence[~masked] == 1).all()
+        for place in masked.nonzero()[0].tolist():
+            assert context.token_confidence[place] == pytest.approx(latest.get(place, 0.5))
+        block = slice(event.block_start, event.block_start + len(event.token_ids))
+        is_known = ~np.isnan(outcome.token_confidence)
+        assert is_known[block][masked[block]].all() and not is_known[: block.start].any()
+        assert not wants_all or is_known[block].all()
+        assert not is_known[block.stop :].any()
+        accepted = [c.position for c in event.changes if is_masked[c.position]]
+        assert outcome.token_accepted.nonzero()[0].tolist() == accepted
+        latest = {place: float(outcome.token_confidence[place]) for place in is_known.nonzero()[0]}
+        tokens[block], is_masked[block] = list(event.token_ids), list(event.is_masked)
+
+
+def test_masks_in_prompts_are_prompt(engines: dict[str, Engine]) -> None:
+    for model in MODELS:
+        result = engines[model].generate([MASK, 3, MASK], SamplingParams(max_tokens=9))
+        assert len(result.token_ids) <= 9 and MASK not in result.token_ids
+
+
+@pytest.mark.parametrize("algorithm", UNTRAINED_ALGORITHMS)
+@pytest.mark.parametrize("model", ["sdar_moe", "llada_moe"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_every_algorithm_fills_every_block(
+    model: str, algorithm: str, temperature: float, engines: dict[str, Engine]
+) -> None:
+    """Without company and with it, at any place in the schedule; text that was final stays."""
+    params = SamplingParams(
+        algorithm=algorithm,
+        max_tokens=13,
+        block_length=6,
+        threshold=0.4,
+        temperature=temperature,
+        top_k=40,
+        seed=3,
+        ignore_eos=True,
+    )
+    events = list(engines[model].stream([1, 2, 3, 4, 5, 6, 7], params))
+    result = events[-1].result
+    assert result is not None and len(result.token_ids) == 13 and MASK not in result.token_ids
+    assert all(0 <= share <= 1.001 for share in result.probabilities)
+    for earlier, later in zip(events, events[1:], strict=False):
+        assert later.answer_ids[: len(earlier.answer_ids)] == earlier.answer_ids
+    again = engines[model].generate([1, 2, 3, 4, 5, 6, 7], params)
+    assert again.token_ids == result.token_ids
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("gamma", [None, 0.4])
+def test_rnd1_with_filters(greedy: bool, gamma: float | None, engines: dict[str, Engine]) -> None:
+    """Where the published code's entropies are no numbers any more."""
+    params = SamplingParams(
+        max_tokens=15, steps=9, temperature=0.7, top_k=4, top_p=0.9, eb_gamma=gamma, greedy=greedy
+    )
+    result = engines["rnd1"].generate([9, 8, 7], replace(params, ignore_eos=True))
+    assert len(result.token_ids) == 15 and MASK not in result.token_ids
+    assert result.stats.num_denoise_forwards <= 9
+
+
+def test_an_early_stop_ends_rnd1_where_all_before_eos_is_there(
+    engines: dict[str, Engine],
+) -> None:
+    run = runs_of("rnd1")[0]
+    whole = engines["rnd1"].generate(run["prompt_ids"], params_of("rnd1", run))
+    eos = whole.token_ids[4]
+    params = replace(params_of("rnd1", run), eos_token_id=eos)
+    num_kept = whole.token_ids.index(eos) + 1
+    late = engines["rnd1"].generate(run["prompt_ids"], params)
+    assert late.stats.num_denoise_forwards == whole.stats.num_denoise_forwards
+    early = engines["rnd1"].generate(run["prompt_ids"], replace(params, eos_early_stop=True))
+    for result in (late, early):
+        assert result.token_ids == whole.token_ids[:num_kept] and result.finish_reason == "stop"
+    assert early.stats.num_denoise_forwards <= late.stats.num_denoise_forwards
+
+
+def test_llada_decodes_on_without_an_early_stop(engines: dict[str, Engine]) -> None:
+    """As the reference does; the answer is the same but for how long it took."""
+    (run,) = (run for run in runs_of("llada_moe") if run["name"] == "b8_t60_eos")
+    params = replace(params_of("llada_moe", run), eos_early_stop=False)
+    late = engines["llada_moe"].generate(run["prompt_ids"], params)
+    assert late.finish_reason == "stop" and late.token_ids[-1] == run["args"]["eos_id"]
+    assert late.stats.num_denoise_forwards > run["num_forwards"]
+    stopped = replace(params, stop_token_ids=[late.token_ids[-1]], eos_token_id=1)
+    early = engines["llada_moe"].generate(run["prompt_ids"], stopped)
+    assert early.token_ids == late.token_ids
+    assert early.stats.num_denoise_forwards < late.stats.num_denoise_forwards
+
+
+class _Even:
+    """A constraint: tokens are even and in order; of 9 tokens the first block is given, all 8."""
+
+    error, num_tokens, is_complete = None, None, False
+
+    def start_block(self, state: BlockState, num_left: int) -> None:
+        self.num_open = 0
+        if num_left == 9:
+            state.token_ids[:], state.is_masked[:] = 8, False
+            self.num_open = len(state.token_ids)
+
+    def wants_forward(self, state: BlockState) -> bool:
+        return bool(state.is_masked.any())
+
+    def num_final(self, state: BlockState) -> int:
+        return self.num_open
+
+    def update(
+        self,
+        state: BlockState,
+        logits_NV: torch.Tensor,
+        is_looked_at: Any,
+        unmasking: Any,
+        draws_N: Any,
+    ) -> Any:
+        token = 2 * int(logits_NV[0, ::2].argmax())
+        accepted = np.zeros_like(state.is_masked)
+        accepted[self.num_open] = True
+        state.token_ids[accepted], state.is_masked[accepted] = token, False
+        state.num_steps += 1
+        self.num_open += 1
+        known = np.where(is_looked_at, np.float32(0.5), np.float32(np.nan))
+        return np.where(accepted, token, -1), known, BlockUpdate(accepted, ~accepted & accepted)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "num_tokens", "num_forwards"),
+    [("llada_moe", {"block_length": 3}, 9, 6), ("rnd1", {}, 8, 8)],
+)
+def test_constraints_hold_on_a_canvas(
+    model: str,
+    settings: dict[str, Any],
+    num_tokens: int,
+    num_forwards: int,
+    engines: dict[str, Engine],
+) -> None:
+    """A block that the constraint fills needs no forward; the others are seen with it in place."""
+    engine = engines[model]
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **settings)
+    prepared = replace(engine.check([3, 4], params), constraint=_Even())
+    request = engine.begin(prepared)
+    events = []
+    while not events or events[-1].result is None:
+        events += engine.denoise([request])
+    engine.end(request)
+    assert len(events) == num_forwards
+    answer = events[-1].answer_ids
+    assert len(answer) == num_tokens and all(token % 2 == 0 for token in answer)
+    assert model == "rnd1" or answer[:3] == (8, 8, 8)
+    assert [len(event.answer_ids) for event in events] == list(
+        range(num_tokens - len(events) + 1, num_tokens + 1)
+    )
+
+
+# --- caches that are out of date
+
+
+@pytest.mark.parametrize("kind", ["prefix", "dual"])
+def test_cached_forwards_are_whole_ones_while_nothing_changes(
+    kind: str, engines: dict[str, Engine]
+) -> None:
+    """With the tokens of a block's first forward its logits come out again."""
+    model, ids = engines["llada_moe"].model, torch.arange(20) * 7 % 290
+    kv, start, end = model.new_kv(20), 6, 14
+    whole = forward_of(engines["llada_moe"], kv, ids, 0)
+    if kind == "prefix":
+        kv.advance(start)
+        part = forward_of(engines["llada_moe"], kv, ids[start:], start)
+        torch.testing.assert_close(part, whole[start:], atol=1e-4, rtol=0)
+    else:
+        kv.move_behind(start, end - start)
+        kv.advance(20 - (end - start))
+        part = forward_of(engines["llada_moe"], kv, ids[start:end], start)
+        torch.testing.assert_close(part, whole[start:end], atol=1e-4, rtol=0)
+
+
+def forward_of(engine: Engine, kv: Any, ids: torch.Tensor, start: int) -> torch.Tensor:
+    size = len(ids)
+    rows = (ForwardRow(0, 0, 0, Phase.DENOISE, size),)
+    context = ForwardContext(0, 20, rows, np.ones(size, np.float32), np.ones(size, np.uint8))
+    positions = torch.arange(start, start + size)
+    logits = engine.model.forward(ForwardBatch(ids, positions, (Segment(kv, size, True),), context))
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["none", "prefix", "dual"])
+def test_what_a_cache_leaves_to_compute(kind: str, engines: dict[str, Engine]) -> None:
+    """The whole canvas once a block, and then what is not kept; the first steps are exact."""
+    base = SamplingParams(
+        algorithm="low_confidence_static", max_tokens=12, block_length=4, ignore_eos=True
+    )
+    prompt = [3, 1, 4, 1, 5]
+    exact, _ = watched(engines["llada_moe"], prompt, base)
+    events, outcomes = watched(engines["llada_moe"], prompt, replace(base, canvas_cache=kind))
+    later = {"none": [17, 17, 17], "prefix": [12, 8, 4], "dual": [4, 4, 4]}[kind]
+    sizes = [outcome.context.num_tokens for outcome in outcomes]
+    assert sizes == [size for rest in later for size in (17, rest, rest, rest)]
+    firsts = [outcome.context.token_position for outcome in outcomes]
+    wanted = [0 if size == 17 else 5 + i // 4 * 4 for i, size in enumerate(sizes)]
+    assert [int(first[0]) for first in firsts if first is not None] == wanted
+    for event, outcome in zip(events, outcomes, strict=True):
+        start = event.block_start - int(outcome.context.token_position[0])  # type: ignore[index]
+        places = [change.position - event.block_start + start for change in event.changes]
+        assert outcome.token_accepted.nonzero()[0].tolist() == places
+    assert events[0].changes == exact[0].changes
+    result = events[-1].result
+    assert result is not None and len(result.token_ids) == 12 and MASK not in result.token_ids
+    # With nothing before the block and nothing behind it, nothing is out of date.
+    for length in (6, 7):
+        params = replace(base, max_tokens=length, block_length=length, canvas_cache=kind)
+        alone = engines["llada_moe"].generate([], params)
+        plain = engines["llada_moe"].generate([], replace(params, canvas_cache="none"))
+        assert alone.token_ids == plain.token_ids
+
+
+# --- together
+
+
+@dataclass
+class _Kept:
+    """What a request came to."""
+
+    done: threading.Event
+    events: list[StepEvent]
+    errors: list[BaseException]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_requests_that_share_forwards_get_the_same_tokens(
+    model: str, engines: dict[str, Engine]
+) -> None:
+    """Canvases of different lengths in one forward, and everything of them gone afterwards."""
+    engine, runs = engines[model], runs_of(model)[1:5]
+    kept = [_Kept(threading.Event(), [], []) for _ in runs]
+    shared: list[int] = []
+
+    def hear(place: _Kept, event: StepEvent) -> None:
+        place.events.append(event)
+        if event.result is not None:
+            place.done.set()
+
+    with Scheduler(engine) as scheduler:
+        scheduler.observers.append(lambda report: shared.append(report.num_requests))
+        for run, place in zip(runs, kept, strict=True):
+            scheduler.submit(
+                run["prompt_ids"],
+                params_of(model, run),
+                on_event=lambda event, place=place: hear(place, event),
+                on_error=lambda error, place=place: (
+                    place.errors.append(error),
+                    place.done.set(),
+                ),
+            )
+        for run, place in zip(runs, kept, strict=True):
+            assert place.done.wait(60) and not place.errors
+            result = place.events[-1].result
+            assert result is not None and result.token_ids == answer_of(model, run)
+            num_forwards = run.get("num_denoise_forwards", run.get("num_forwards"))
+            assert len(place.events) == num_forwards
+        assert scheduler.num_running == 0 == scheduler.kv_tokens
+    assert max(shared) > 1
+
+
+def test_traces_of_a_canvas_can_be_read_back(tmp_path: Path, engines: dict[str, Engine]) -> None:
+    for model in ("llada_moe", "rnd1"):
+        params = SamplingParams(max_tokens=8, steps=4)
+        trace = record_trace(engines[model], [PromptToRecord([4, 5, 6], "a")], params)
+        path = tmp_path / f"{model}.trace.safetensors"
+        save_trace(trace, path)
+        assert load_trace(path).num_rows == trace.num_rows > 2
+
+
+# --- parameters
+
+
+def test_reference_arguments_and_defaults() -> None:
+    sdar = SamplingParams.from_reference("sdar_moe", {})
+    assert (sdar.algorithm, sdar.block_length, sdar.steps) == ("low_confidence_dynamic", 8, 8)
+    assert (sdar.threshold, sdar.temperature, sdar.ignore_eos) == (0.85, 1.0, True)
+    bounded = {"remasking_strategy": "entropy_bounded", "eb_threshold": 0.2, "top_k": 0}
+    bounded["stopping_criteria_idx"] = [3, 4]
+    found = SamplingParams.from_reference("sdar_moe", bounded)
+    assert (found.algorithm, found.eb_threshold, found.top_k) == ("entropy_bounded", 0.2, None)
+    assert found.eos_token_id == 3 and found.stop_token_ids == (4,) and not found.ignore_eos
+    llada = SamplingParams.from_reference(
+        "llada", {"gen_length": 64, "block_length": 16, "steps": 32, "factor": 2.0}
+    )
+    assert (llada.algorithm, llada.steps, llada.factor) == ("factor", 8, 2.0)
+    rnd1 = SamplingParams.from_reference("rnd1", {"max_new_tokens": 9, "temperature": 0.0})
+    assert (rnd1.max_tokens, rnd1.canvas_length, rnd1.temperature) == (8, None, 1e-8)
+    assert SamplingParams.from_reference("rnd1", {}).canvas_length == 256
+    first = SamplingParams.from_reference("llada2_moe", {"gen_length": 9, "eos_id": 4})
+    assert (first.algorithm, first.max_tokens, first.eos_token_id) == ("low_confidence", 9, 4)
+    second = SamplingParams.from_reference("llada2_moe", {"editing_threshold": 0.5})
+    assert (second.algorithm, second.edit_threshold) == ("joint_threshold", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("family", "args", "message"),
+    [
+        ("gpt2", {}, "family is 'gpt2'; allowed: llada"),
+        ("sdar_moe", {"blok_length": 4}, "'blok_length' is no argument .* block_length"),
+        ("rnd1", {"gen_length": 4}, "'gen_length' is no argument"),
+        ("llada", {"cfg_scale": 1.0, "x": 1}, "'cfg_scale', 'x' is no argument"),
+        ("llada", {"gen_length": 20, "block_length": 8}, "gen_length is 20; allowed: a multiple"),
+        ("llada", {"steps": 3, "gen_length": 16, "block_length": 8}, "steps is 3; .* 2 blocks"),
+        ("llada", {"block_length": 0}, "block_length is 0; allowed"),
+        ("llada", {"remasking": "random"}, "remasking is 'random'; allowed: low_confidence"),
+        ("sdar_moe", {"remasking_strategy": "best"}, "remasking_strategy is 'best'; allowed: seq"),
+        ("sdar_moe", {"stopping_criteria_idx": 4}, "stopping_criteria_idx is 4; allowed: a list"),
+        ("sdar_moe", {"confidence_threshold": 7}, "threshold is 7; allowed"),
+        ("rnd1", {"bos_token_id": 4}, "bos_token_id is 4; allowed: None"),
+        ("rnd1", {"max_new_tokens": True}, "max_new_tokens is True"),
+    ],
+)
+def test_reference_arguments_that_are_refused(
+    family: str, args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams.from_reference(family, args)
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "message"),
+    [
+        ("sdar_moe", {"algorithm": "lowest_entropy"}, "algorithm is 'lowest_entropy'; allowed for"),
+        ("sdar_moe", {"algorithm": "joint_threshold"}, "allowed for this model: low_confidence, s"),
+        ("llada_moe", {"algorithm": "joint_threshold"}, "allowed for this model"),
+        ("rnd1", {"algorithm": "threshold"}, "allowed for this model: lowest_entropy"),
+        ("rnd1", {"block_length": 4}, "block_length is 4; .* leave block_length out"),
+        ("sdar_moe", {"canvas_length": 90}, "canvas_length is 90; .* give max_tokens"),
+        ("rnd1", {"canvas_length": 90, "max_tokens": 3}, "are both given; give one"),
+        ("llada_moe", {"eos_at_end": True}, "eos_at_end is True; allowed: with models"),
+        ("rnd1", {"pad_token_id": 999}, "pad_token_id is 999; allowed"),
+        ("rnd1", {"confidence": "high"}, "confidence is 'high'; allowed: raw, tempered, filtered"),
+        ("rnd1", {"eb_gamma": -1}, "eb_gamma is -1; allowed"),
+        ("llada_moe", {"factor": float("nan")}, "factor is nan; allowed"),
+        ("llada_moe", {"canvas_cache": "full"}, "canvas_cache is 'full'; allowed: none, prefix, d"),
+        ("rnd1", {"canvas_cache": "dual"}, "canvas_cache is 'dual'; allowed for this model: none"),
+        ("sdar_moe", {"canvas_cache": "prefix"}, "allowed for this model: none"),
+    ],
+)
+def test_parameters_that_a_family_refuses(
+    model: str, values: dict[str, Any], message: str, engines: dict[str, Engine]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engines[model].check([1, 2, 3], SamplingParams(**values))
+
+
+def test_prompts_that_a_canvas_refuses(engines: dict[str, Engine]) -> None:
+    with pytest.raises(InputError, match="the prompt is empty; .* give one at least"):
+        engines["rnd1"].check([])
+    with pytest.raises(InputError, match="canvas_length is 4; allowed: more than 4, the prompt's"):
+        engines["rnd1"].check([1, 2, 3], SamplingParams(canvas_length=4))
+    for length, prompt in ((5, [1, 2, 3]), (500, [1])):
+        result = engines["rnd1"].check(prompt, SamplingParams(canvas_length=length))
+        assert result.params.max_tokens == length - len(prompt) - 1
+    assert len(engines["llada_moe"].generate([], SamplingParams(max_tokens=3)).token_ids) <= 3
+
+
+def test_defaults_of_families(engines: dict[str, Engine]) -> None:
+    chosen = {model: engines[model].check([1]).params for model in MODELS}
+    assert chosen["sdar_moe"].algorithm == "low_confidence_dynamic"
+    assert (chosen["sdar_moe"].block_length, chosen["sdar_moe"].steps) == (4, 4)
+    assert chosen["sdar_moe"].confidence == "tempered"
+    assert (chosen["llada_moe"].algorithm, chosen["llada_moe"].confidence) == ("threshold", "raw")
+    assert chosen["rnd1"].algorithm == "lowest_entropy"
+    assert chosen["rnd1"].block_length == chosen["rnd1"].steps == chosen["rnd1"].max_tokens == 256
+    assert set(ALGORITHMS) == {*UNTRAINED_ALGORITHMS, "joint_threshold", "lowest_entropy"}
+
+
+def test_memory_of_a_canvas_is_planned() -> None:
+    """A canvas is one forward: its rows, and for RND1 the logits of all of it."""
+    needed = {}
+    for model in MODELS:
+        for length in (64, 512):
+            with open_engine(model, experts_per_layer=4, max_model_len=length) as engine:
+                needed[model, length] = engine.memory_plan.model.activation_bytes
+    grown = {model: needed[model, 512] - needed[model, 64] for model in MODELS}
+    assert grown["rnd1"] > grown["llada_moe"] + 400 * 300 * 4
