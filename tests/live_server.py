@@ -8,13 +8,14 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from oled_moe.server_host import uvicorn_config
+
 
 @contextmanager
 def live_server(app: ASGIApp) -> Iterator[str]:
     """Serve `app` from a thread; yields the URL it is at."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn_config(app, drain_s=2))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -43,6 +43,7 @@ class ScriptedServer:
     def __init__(self, *, is_ours: bool = False, key: str | None = None) -> None:
         self.is_ours = is_ours
         self.key = key
+        self.is_garbled = False
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.most_at_once = 0
@@ -102,6 +103,10 @@ class ScriptedServer:
         self.paths.append(path)
         if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
             return _reply(writer, 401, {"error": {"message": "bad key"}})
+        if path == "/v1/models" and self.is_garbled:
+            head = b"HTTP/1.1 200 X\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\n"
+            writer.write(head + b"{ }")
+            return
         if path == "/v1/models":
             owner = "oled-moe" if self.is_ours else "somebody"
             return _reply(writer, 200, {"data": [{"id": "first", "owned_by": owner}]})
@@ -446,7 +451,13 @@ def test_addresses(url: str, expected: tuple[str, str | None]) -> None:
     assert split_url(url) == expected
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x/other", "", "h"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000", "ftp://x", "http://", "http://x/other", "", "h", "http://x:65536",
+        "http://x:0", "http://x:-1", "http://x:http", "http://[::1",
+    ],
+)  # fmt: skip
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="URL is"):
         split_url(url)
@@ -527,6 +538,26 @@ def test_a_refused_key_is_said_at_once(capfd: pytest.CaptureFixture[str]) -> Non
         server.close()
 
 
+@pytest.mark.parametrize("key", ["sch\u00fcssel", "two words", "line\n", ""])
+def test_a_key_that_cannot_be_sent_is_not_shown(
+    server: ScriptedServer, capfd: pytest.CaptureFixture[str], key: str
+) -> None:
+    assert main(["bench-serve", server.url, "--api-key", key]) == 2
+    _, err = capfd.readouterr()
+    assert "api-key cannot be sent" in err and err.count("\n") == 1
+    assert not key or key not in err
+    assert server.paths == []
+
+
+def test_an_answer_that_cannot_be_read_is_one_line(
+    server: ScriptedServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server.is_garbled = True
+    assert main(["bench-serve", server.url]) == 1
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1 and f"{server.url} answers, but not as" in err
+
+
 def test_the_table_and_the_file(
     our_server: ScriptedServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -535,7 +566,12 @@ def test_the_table_and_the_file(
     assert main(arguments) == 0
     out, err = capfd.readouterr()
     assert err == "" and "Successful requests:                     4" in out
-    for line in ("Mean TTFT (ms):", "P99 ITL (ms):", "Canvas tokens (in whole blocks):", "Expert hit rate (%):"):
+    for line in (
+        "Mean TTFT (ms):",
+        "P99 ITL (ms):",
+        "Canvas tokens (in whole blocks):",
+        "Expert hit rate (%):",
+    ):
         assert line in out
     assert "not between tokens" in out
     figures = json.loads(path.read_text())

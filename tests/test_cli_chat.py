@@ -167,6 +167,25 @@ def test_what_cannot_be_done_ends_a_script(
     assert (code, out) == (2, "") and words in err and err.count("\n") == 1
 
 
+def test_what_no_locale_can_read_is_not_utf8() -> None:
+    # This locale lets any byte through, as half of a surrogate pair.
+    environment = {**os.environ, "LC_ALL": "C.UTF-8"}
+    command = [sys.executable, "-m", "oled_moe", "chat", "demo", "-q", "--threads", "1"]
+    done = subprocess.run(
+        command, input=b"hi \xff\n", env=environment, capture_output=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (2, b"") and b"not UTF-8" in done.stderr
+
+
+def test_answers_that_would_go_nowhere_are_not_made() -> None:
+    command = [sys.executable, "-m", "oled_moe", "chat", "demo", "-q", "--threads", "1"]
+    shell = ["sh", "-c", '"$@" >&-', "sh", *command]
+    done = subprocess.run(shell, input=b"hi\n", stderr=subprocess.PIPE, timeout=120)
+    assert done.returncode == 1 and b"stdout is closed" in done.stderr
+    nowhere = ["sh", "-c", '"$@" >/dev/null', "sh", *command]
+    assert subprocess.run(nowhere, input=b"hi\n", timeout=120).returncode == 0
+
+
 def test_two_slashes_are_one(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

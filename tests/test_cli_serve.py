@@ -167,6 +167,25 @@ def test_ctrl_c_is_130_and_a_second_signal_ends_at_once(serve: Any) -> None:
         assert served.end(signal.SIGTERM) == 128 + signal.SIGTERM
 
 
+def test_uploads_that_stall_do_not_hold_up_the_end(serve: Any) -> None:
+    served = serve("demo", "--threads", "1", "--drain-timeout", "600")
+    served.read_block()
+    host, port = served.url.removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+    begun = (b"POST /v1/comp", head, head + b"Content-Length: 100\r\n\r\n{")
+    clients = [socket.create_connection((host, int(port)), timeout=60) for _ in begun]
+    for client, piece in zip(clients, begun, strict=True):
+        client.sendall(piece)
+    # Whatever was sent before this has been read.
+    assert httpx2.get(f"{served.url}/health", timeout=60).status_code == 200
+    # Waited for 60 s at most, of the 600 that answers may take.
+    assert served.end() == 0
+    assert [client.recv(100) for client in clients] == [b"", b"", b""]
+    for client in clients:
+        client.close()
+    assert "Traceback" not in served.said and "ERROR" not in served.said
+
+
 def is_listening(url: str) -> bool:
     host, port = url.removeprefix("http://").split(":")
     with socket.socket() as probe:
@@ -178,6 +197,13 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(serve: Any) -> None:
     served.process.wait(timeout=60)
     assert served.end(0) == 3
     assert "hf download no/such-model" in served.said and "Traceback" not in served.said
+
+
+def test_a_block_that_fits_no_answer_ends_the_server(serve: Any) -> None:
+    served = serve("demo", "--threads", "1", "--max-model-len", "8")
+    served.process.wait(timeout=60)
+    assert served.end(0) == 2
+    assert "max-model-len is 8, shorter than a block of 16" in served.said
 
 
 @pytest.mark.parametrize(
@@ -192,6 +218,11 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(serve: Any) -> None:
         (["--api-key", ""], 2, "API key 1"),
         (["--api-key-file", "/no/such/file"], 2, "/no/such/file"),
         (["--ray", "0"], 2, "ray is 0"),
+        (["--served-model-name", ""], 2, "served-model-name is ''"),
+        (["--served-model-name", "x" * 2000], 2, "1 to 1024"),
+        (["--cors-origin", ""], 2, "cors-origin is ''"),
+        (["--cors-origin", "https://a.example/"], 2, "without a slash"),
+        (["--cors-origin", "a.example"], 2, "SCHEME://HOST"),
     ],
 )
 def test_wrong_flags_are_told(

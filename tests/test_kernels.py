@@ -342,7 +342,7 @@ def test_without_the_library_torch_serves_and_one_line_says_so(
 @needs_native
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "ABI_VERSION", 999)
-    with pytest.raises(MissingDependencyError, match="version 7, 999 is needed"):
+    with pytest.raises(MissingDependencyError, match="version 8, 999 is needed"):
         NativeKernels()
 
 

@@ -13,12 +13,12 @@ from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import (
     ForwardBatch,
     Segment,
-    block_attention,
     grouped_sigmoid_router,
     query_slices,
     rms_norm,
     rotary_table,
     rotate,
+    sliced_attention,
     swiglu,
 )
 from oled_moe.types import ForwardContext, ForwardRow, Phase
@@ -81,7 +81,7 @@ def test_attention_is_block_causal(
     values = randn(kv_heads, num_keys, size, seed=2)
     start = num_keys - num_queries
     slices = query_slices(start, num_queries, block_length)
-    found = block_attention(queries, [(keys, values, slices)])
+    found = sliced_attention(queries, [(part, (keys, values)) for part in slices])
     for t in range(num_queries):
         last = ((start + t) // block_length + 1) * block_length
         for head in range(kv_heads * group):

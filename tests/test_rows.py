@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oled_moe.kernels import native, rows
-from oled_moe.kernels.native import ISAS, NativeKernels
+from oled_moe.kernels.native import ISAS, NativeKernels, Segment
 
 KERNELS = native.native_kernels()
 needs_native = pytest.mark.skipif(KERNELS is None, reason="native kernels are not built here")
@@ -227,7 +227,7 @@ def test_native_attention(
     # As in a cache: room for more positions behind those that are there.
     room = torch.randn(2, num_groups, num_keys + 3, head_size, generator=generator).bfloat16()
     keys, values = room[:, :, :num_keys]
-    segments = [(num_tokens, keys, values)]
+    segments = [Segment(num_tokens, *room, num_keys)]
     found = [each.attend(queries, segments) for each in with_threads(isa)]
     expected = attention_of(queries, keys, values)
     check_same(found, expected, rtol=2**-7, atol=2e-3)
@@ -237,11 +237,11 @@ def test_native_attention(
 def test_attention(path: str, dtype: torch.dtype) -> None:
     queries = torch.randn(7, 8, 64).to(dtype)
     keys, values = (torch.randn(2, 33, 64).to(dtype) for _ in range(2))
-    found = rows.attend(queries, [(7, keys, values)])
+    found = rows.attend(queries, [Segment(7, keys, values, 33)])
     expected = attention_of(queries, keys, values)
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2e-3)
     values[1, 5, 3] = float("nan")
-    is_nan = rows.attend(queries, [(7, keys, values)]).view(7, 8, 64).isnan()
+    is_nan = rows.attend(queries, [Segment(7, keys, values, 33)]).view(7, 8, 64).isnan()
     assert is_nan[:, 4:, 3].all() and not is_nan[:, :4].any()
 
 
@@ -251,9 +251,11 @@ def test_a_row_of_attention_does_not_depend_on_others(isa: str) -> None:
     queries = torch.randn(37, 4, 128).bfloat16()
     keys, values = (torch.randn(2, 50, 128).bfloat16() for _ in range(2))
     kernels = NativeKernels(isa)
-    together = kernels.attend(queries, [(37, keys, values)])
+    together = kernels.attend(queries, [Segment(37, keys, values, 50)])
     for first, end in ((0, 1), (5, 20), (36, 37)):
-        part = kernels.attend(queries[first:end].contiguous(), [(end - first, keys, values)])
+        part = kernels.attend(
+            queries[first:end].contiguous(), [Segment(end - first, keys, values, 50)]
+        )
         assert torch.equal(part, together[first:end])
 
 
@@ -264,16 +266,17 @@ def test_attention_of_several_segments_is_that_of_each(path: str, dtype: torch.d
     # Keys lie in caches of different lengths.
     rooms = [torch.randn(2, 2, keys + 9, 32).to(dtype) for _, keys in sizes]
     segments = [
-        (tokens, room[0, :, :keys], room[1, :, :keys])
-        for (tokens, keys), room in zip(sizes, rooms, strict=True)
+        Segment(tokens, *room, keys) for (tokens, keys), room in zip(sizes, rooms, strict=True)
     ]
     found = rows.attend(queries, segments).split([tokens for tokens, _ in sizes])
     parts = queries.split([tokens for tokens, _ in sizes])
     for part, segment, out in zip(parts, segments, found, strict=True):
         alone = rows.attend(part, [segment])
         assert torch.equal(alone, out)
+        keys = segment.keys_GSH[:, : segment.num_keys]
+        values = segment.values_GSH[:, : segment.num_keys]
         torch.testing.assert_close(
-            out.double(), attention_of(part, *segment[1:]), rtol=2**-7, atol=2e-3
+            out.double(), attention_of(part, keys, values), rtol=2**-7, atol=2e-3
         )
 
 
@@ -372,3 +375,21 @@ def test_routing_of_a_row_does_not_depend_on_others(isa: str) -> None:
         assert all(
             torch.equal(one[0], all_[row]) for one, all_ in zip(alone, together, strict=True)
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_go_where_their_segments_end(path: str, dtype: torch.dtype) -> None:
+    # As a model has them: heads of queries, keys and values side by side.
+    fused = torch.randn(9, 8, 16).to(dtype)
+    keys, values = fused[:, 4:6], fused[:, 6:8]
+    rooms = torch.zeros(3, 2, 2, 12, 16, dtype=dtype)
+    sizes = [(4, 4), (2, 11), (3, 7)]
+    segments = [Segment(n, *room, end) for (n, end), room in zip(sizes, rooms, strict=True)]
+    rows.store(keys, values, segments)
+    first = 0
+    for (count, end), room in zip(sizes, rooms, strict=True):
+        for written, source in zip(room, (keys, values), strict=True):
+            expected = torch.zeros(2, 12, 16, dtype=dtype)
+            expected[:, end - count : end] = source[first : first + count].transpose(0, 1)
+            assert torch.equal(written, expected)
+        first += count

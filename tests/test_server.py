@@ -392,6 +392,13 @@ def test_tokens_there_and_back(http: httpx2.Client, runtime: Runtime) -> None:
     assert http.post("/tokenize", json={}).status_code == 400
     assert http.post("/tokenize", json={**QUESTION, "prompt": "a"}).status_code == 400
     assert http.post("/detokenize", json={"tokens": [640]}).status_code == 400
+    # Four times what the model takes, and no more.
+    assert http.post("/detokenize", json={"tokens": [75] * 4096}).status_code == 200
+    assert http.post("/detokenize", json={"tokens": [75] * 4097}).status_code == 400
+    longest = 4096 * len("<|startoftext|>")
+    assert http.post("/tokenize", json={"prompt": "a" * longest}).status_code == 200
+    refused = http.post("/tokenize", json={"prompt": "a" * (longest + 1)})
+    assert refused.status_code == 400 and str(longest) in refused.json()["error"]["message"]
     info = http.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|endoftext|>" and "role_end" in info["chat_template"]
     assert info["vocab_size"] == 640

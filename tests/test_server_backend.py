@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from checkpoints import synthetic_llada2, write_checkpoint
 
-from oled_moe.config import EngineConfig
+from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.engine import Engine
-from oled_moe.errors import CheckpointError, ShuttingDownError
+from oled_moe.errors import CheckpointError, ConfigError, ShuttingDownError
 from oled_moe.server_backend import LoadingBackend, NotServingError, Runtime, start_runtime
 
 
@@ -102,6 +102,28 @@ def test_a_runtime_leaves_nothing_behind(tmp_path: Any) -> None:
     assert threading.active_count() == before
     with pytest.raises(ShuttingDownError):
         runtime.scheduler.submit([1], None, on_event=print, on_error=print)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "defaults", "is_good"),
+    [
+        (15, SamplingParams(), False),
+        (16, SamplingParams(), True),
+        (8, SamplingParams(block_length=8), True),
+        (16, SamplingParams(block_length=17), False),
+    ],
+)
+def test_a_block_longer_than_any_answer_is_refused_at_once(
+    max_model_len: int, defaults: SamplingParams, is_good: bool
+) -> None:
+    config = EngineConfig(max_model_len=max_model_len, threads=1)
+    before = threading.active_count()
+    if is_good:
+        start_runtime(lambda: Engine("demo", config), max_waiting=1, defaults=defaults).close()
+    else:
+        with pytest.raises(ConfigError, match=f"max-model-len is {max_model_len}, shorter"):
+            start_runtime(lambda: Engine("demo", config), max_waiting=1, defaults=defaults)
+    assert threading.active_count() == before
 
 
 def test_a_model_without_a_tokenizer_is_refused_and_closed(tmp_path: Any) -> None:

@@ -159,6 +159,30 @@ def test_a_body_that_is_not_announced_as_json_is_refused() -> None:
             assert "Content-Type: application/json" in error_of(response)["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"stop": ["a"] * 5}, "stop has 5 entries; allowed: at most 4", "stop"),
+        ({"prompt": []}, "prompt has 0 entries; allowed: at least 1", "prompt"),
+        ({"prompt": [[]]}, "prompt.0 has 0 entries; allowed: at least 1", "prompt.0"),
+        ({"prompt": [1, "a"]}, 'prompt.1 is "a"; input should be a valid integer', "prompt.1"),
+        (
+            {"x" * 5000: 1},
+            "x" * 80 + "... is not a field that this server knows; leave it out",
+            "x" * 80 + "...",
+        ),
+        ({"stop": "y" * 5000}, f'stop is "{"y" * 79}...; ', "stop"),
+    ],
+)
+def test_fields_are_refused_in_few_words(fields: dict[str, Any], message: str, param: str) -> None:
+    with client() as http:
+        response = http.post("/v1/completions", json={"prompt": "a", **fields})
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["message"].startswith(message) and error["param"] == param
+    assert len(response.content) < 500
+
+
 # CORS and routing
 
 
@@ -187,6 +211,30 @@ def test_routing_errors_have_the_same_shape() -> None:
     assert missing.status_code == 404 and error_of(missing)["code"] == "not_found"
     assert wrong.status_code == 405 and wrong.headers["allow"] == "GET"
     assert error_of(wrong)["code"] == "method"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError(),
+        RuntimeError("unable to perform operation on <TCPTransport closed=True>; closed"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/health", "/nothing"])
+def test_a_reply_to_nobody_is_499(
+    error: Exception, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Any) -> None:
+        raise error
+
+    asyncio.run(create_app(ReadyBackend(fake_runtime()), SETTINGS)(scope, receive, send))
+    assert f"GET {path} 499" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_an_unexpected_error_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:

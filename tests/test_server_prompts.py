@@ -7,11 +7,17 @@ import pytest
 from pydantic import ValidationError
 from served import MASK_ID, FakeEngine
 
-from oled_moe.config import Grammar, SamplingParams
+from oled_moe.config import (
+    ALGORITHMS,
+    EDITING_ALGORITHMS,
+    ONE_BLOCK_ALGORITHMS,
+    Grammar,
+    SamplingParams,
+)
 from oled_moe.errors import ConfigError, InputError
 from oled_moe.server_answers import Question
 from oled_moe.server_errors import ApiError, api_error
-from oled_moe.server_prompts import chat_questions, completion_questions
+from oled_moe.server_prompts import chat_questions, completion_questions, encode
 from oled_moe.server_schema import ChatRequest, CompletionRequest
 
 NO_DEFAULTS = SamplingParams()
@@ -86,10 +92,57 @@ def test_without_max_tokens_an_answer_may_be_as_long_as_fits() -> None:
     assert chat(defaults=SamplingParams(max_tokens=700))[0].params.max_tokens == 64 - num_prompt
     assert chat(to=engine(max_tokens=8))[0].params.max_tokens == 8
     assert chat(max_tokens=700)[0].params.max_tokens == 700
-    with pytest.raises(ApiError, match="give one of them"):
+    with pytest.raises(ApiError, match="give one of them") as caught:
         chat(max_tokens=5, max_completion_tokens=6)
-    with pytest.raises(InputError, match="leaves room"):
-        complete([75] * 64)
+    assert caught.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5])
+def test_a_prompt_that_leaves_no_room_is_what_is_to_blame(max_tokens: int | None) -> None:
+    long = {"role": "user", "content": "word " * 64}
+    for ask, param in (
+        (lambda: complete([75] * 64, max_tokens=max_tokens), "prompt"),
+        (lambda: complete(["a", "word " * 64], max_tokens=max_tokens), "prompt"),
+        (lambda: chat(long, max_tokens=max_tokens), "messages"),
+    ):
+        with pytest.raises(ApiError, match="leaves room for one") as caught:
+            ask()
+        assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
+    assert complete([75] * 63)[0].params.max_tokens == 1
+
+
+def test_a_text_that_cannot_fit_is_refused_unread() -> None:
+    class Unread:
+        """A tokenizer that fails where it is given a text."""
+
+        longest_token_bytes = 10
+        chat_template = ""
+
+        def token_id(self, token: str) -> None:
+            return None
+
+        def apply_chat_template(self, messages: Any) -> Any:
+            return messages[0]["content"]
+
+        def encode(self, text: str) -> list[int]:
+            raise AssertionError(len(text))
+
+    to = engine()
+    to.tokenizer = Unread()
+    # Of 64 tokens with 10 bytes each, by bytes and not by letters.
+    giant = "\u00e9" * 321
+    for ask in (
+        lambda: complete(giant, to=to),
+        lambda: complete(["a" * 641], to=to, max_tokens=1),
+        lambda: chat({"role": "user", "content": giant}, to=to),
+        lambda: encode(to, giant * 4, "prompt", num_lengths=4),
+    ):
+        with pytest.raises(ApiError, match="bytes long; allowed: (640|2560)") as caught:
+            ask()
+        assert caught.value.code == "context_length_exceeded"
+    for fits in (lambda: complete("a" * 640, to=to), lambda: encode(to, giant, "x", num_lengths=2)):
+        with pytest.raises(AssertionError):
+            fits()
 
 
 def test_a_request_says_what_the_server_would_have_said() -> None:
@@ -127,9 +180,34 @@ def test_how_many_steps_a_block_may_take() -> None:
 
 def test_eager_is_refused_where_tokens_may_change() -> None:
     assert chat(stream=True, stream_mode="eager")
-    with pytest.raises(ApiError) as caught:
-        chat(stream=True, stream_mode="eager", algorithm="joint_threshold")
-    assert caught.value.param == "stream_mode"
+    for algorithm in EDITING_ALGORITHMS:
+        with pytest.raises(ApiError, match=algorithm) as caught:
+            chat(stream=True, stream_mode="eager", algorithm=algorithm)
+        assert caught.value.param == "stream_mode"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_can_be_asked_for(algorithm: str) -> None:
+    block_length = 16 if algorithm in ONE_BLOCK_ALGORITHMS else 4
+    (question,) = chat(algorithm=algorithm, max_tokens=16, block_length=block_length)
+    assert question.params.algorithm == algorithm and question.steps_max >= block_length
+
+
+def test_what_single_algorithms_take_reaches_them() -> None:
+    fields: dict[str, Any] = {
+        "greedy": True,
+        "confidence": "tempered",
+        "low_threshold": 0.1,
+        "remask_threshold": 0.2,
+        "credit_alpha": 0.3,
+        "credit_gamma": 0.4,
+        "credit_beta": 0.5,
+        "factor": 6.0,
+        "eb_threshold": 0.7,
+        "eb_gamma": 0.8,
+    }
+    (question,) = chat(**fields)
+    assert {name: getattr(question.params, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize(

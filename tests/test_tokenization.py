@@ -49,6 +49,25 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
+# --- tokens
+
+
+def test_a_long_text_has_the_tokens_of_a_short_one(directory: Path) -> None:
+    tokenizer = load(directory)
+    piece = "What is 12 + 30, <|role_end|> or \u00e9?\n"
+    assert tokenizer.encode(piece * 500) == tokenizer.encode(piece) * 500
+    with pytest.raises(InputError, match="surrogate"):
+        tokenizer.encode("a" * 10000 + "\ud800")
+
+
+def test_no_token_is_longer_than_the_longest(directory: Path) -> None:
+    tokenizer = load(directory)
+    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in range(640)]
+    # Parts of characters are read as a sign of three bytes.
+    whole = [text for text in texts if "\ufffd" not in text]
+    assert tokenizer.longest_token_bytes == max(len(text.encode()) for text in whole) == 15
+
+
 # --- files
 
 

@@ -6,6 +6,7 @@ Only what a client can see is measured. `bench_serve_figures.py` turns the outco
 import asyncio
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from oled_moe.config import check_choice, check_int, check_real
-from oled_moe.errors import ConfigError, InputError, ServerNotFoundError
+from oled_moe.errors import ConfigError, InputError, OledMoeError, ServerNotFoundError
 
 ENDPOINTS = ("chat", "completions")
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -25,6 +26,7 @@ _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 OWNER = "oled-moe"
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_REASON_LETTERS = 300
+_KEY = re.compile(r"[!-~]+")
 # Common words, so that any tokenizer takes about one token for each.
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group "
@@ -87,6 +89,12 @@ class ServeLoad:
         check_int("seed", self.seed, minimum=0)
         check_real("temperature", self.temperature, minimum=0)
         check_real("timeout", self.timeout_s, minimum=0.001)
+        if self.api_key is not None and not _KEY.fullmatch(self.api_key):
+            # Without the key, which is nobody's to read.
+            raise ConfigError(
+                "api-key cannot be sent in a header; allowed: letters, digits and signs of ASCII, "
+                "without spaces, at least one"
+            )
         if not self.prompts:
             raise ConfigError("there is no prompt; allowed: one or more")
         if self.endpoint == "completions" and any(p.text is None for p in self.prompts):
@@ -148,6 +156,8 @@ def split_url(url: str) -> tuple[str, str | None]:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL:
         parsed = httpx2.URL("")
+    if parsed.port is not None and not 0 < parsed.port < 2**16:
+        raise ConfigError(f"URL is {url!r}; allowed: a port from 1 to 65535")
     path = parsed.path.rstrip("/")
     endpoints = {"": None, "/v1": None, **{known: name for name, known in _PATHS.items()}}
     if parsed.scheme not in ("http", "https") or not parsed.host or path not in endpoints:
@@ -200,8 +210,8 @@ def repeat(prompts: Sequence[ServePrompt], num_prompts: int, seed: int) -> list[
 def bench_serve(load: ServeLoad, *, progress: Progress | None = None) -> ServeRun:
     """Send the load and wait for every reply; `progress(done, total)` is told of each.
 
-    Raises: ServerNotFoundError where nobody answers, ConfigError for a refused key or a server that
-    names no model.
+    Raises: ServerNotFoundError where nobody answers, OledMoeError where the answer cannot be read,
+    ConfigError for a refused key or a server that names no model.
     """
     return asyncio.run(_run(load, progress or (lambda done, total: None)))
 
@@ -238,13 +248,18 @@ async def _find_model(client: httpx2.AsyncClient, load: ServeLoad) -> tuple[str,
             f"no server answers at {load.url} ({_words_of(error)}); start one with: oled-moe serve "
             "MODEL, or check the address"
         ) from None
+    except httpx2.RequestError as error:
+        raise OledMoeError(
+            f"{load.url} answers, but not as an OpenAI server does ({_words_of(error)}); check the "
+            "address, and what lies between"
+        ) from None
     if response.status_code in (401, 403):
         raise ConfigError(f"{load.url} refuses the API key; give the right one with --api-key")
     try:
         cards = response.json()["data"]
         names = [str(card["id"]) for card in cards]
         owners = {card.get("owned_by") for card in cards}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         names, owners = [], set()
     if load.model is None and not names:
         raise ConfigError(f"{load.url} names no model at /v1/models; give it with --model")
@@ -258,7 +273,7 @@ async def _read_metrics(client: httpx2.AsyncClient) -> Samples | None:
         if response.status_code != 200:
             return None
         families = list(text_string_to_metric_families(response.text))
-    except (httpx2.TransportError, ValueError):
+    except (httpx2.RequestError, ValueError):
         return None
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): float(sample.value)
@@ -391,7 +406,7 @@ class _Reply:
             return
         try:
             chunk = json.loads(payload)
-        except ValueError:
+        except (ValueError, RecursionError):
             chunk = None
         if not isinstance(chunk, dict):
             self.fail(f"an event is no JSON object: {payload}")
@@ -452,7 +467,7 @@ def _message_of(body: str | bytes) -> str:
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = body if isinstance(body, str) else body.decode(errors="replace")
         return " ".join(text.split()) or "no reason given"
 

@@ -3,6 +3,7 @@
 Torch and rich are imported inside functions.
 """
 
+import io
 import logging
 import os
 import sys
@@ -15,7 +16,7 @@ from oled_moe.cli_flags import EngineFlags, SamplingFlags, flag, takes_flags
 from oled_moe.cli_shared import LogFlags, Model, note, open_engine, print_rows, use_log_flags
 from oled_moe.cli_text import Rows, count, plan_rows, stats_rows
 from oled_moe.config import DecodingParams
-from oled_moe.errors import ConfigError, InputError
+from oled_moe.errors import ConfigError, InputError, OledMoeError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,6 +54,7 @@ def chat(
     goes out as plain text. Lines that begin with a slash are commands; /help lists them.
     """
     use_log_flags(log)
+    _check_output()
     config, params = engine.config(), sampling.params()
     with open_engine(model, config, is_quiet=is_quiet) as opened:
         from oled_moe.chat_screen import Conversation
@@ -65,6 +67,13 @@ def chat(
             _talk(conversation)
         else:
             _answer_lines(conversation, is_quiet=is_quiet)
+
+
+def _check_output() -> None:
+    """Raise OledMoeError where answers would go nowhere: nobody closes stdout who wants them."""
+    # What a closed stdout is replaced with; one that a user sends there himself has another name.
+    if getattr(sys.stdout, "name", None) == os.devnull:
+        raise OledMoeError("stdout is closed; leave it open, or send it to a file or a program")
 
 
 def _talk(conversation: "Conversation") -> None:
@@ -123,6 +132,9 @@ def _answer_lines(conversation: "Conversation", *, is_quiet: bool) -> None:
 
 
 def _input_lines() -> Iterator[str]:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # Some locales let through what is no text, which would be refused in other words later.
+        sys.stdin.reconfigure(errors="strict")
     try:
         for line in sys.stdin:
             yield line.removesuffix("\n")

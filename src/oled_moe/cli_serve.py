@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from oled_moe.server_backend import Runtime
 
 logger = logging.getLogger(__name__)
+
+# What the field `model` of a request may hold.
+_MAX_NAME_LETTERS = 1024
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 def _server(*names: str, help: str, **options: Any) -> Any:
@@ -103,6 +108,18 @@ class ServerFlags:
         check_real("drain-timeout", self.drain_timeout, minimum=0, maximum=86400)
         if self.ray is not None:
             check_int("ray", self.ray, minimum=1)
+        for name in self.served_model_name or ():
+            if not name.strip() or len(name) > _MAX_NAME_LETTERS:
+                raise ConfigError(
+                    f"served-model-name is {name[:80]!r}; allowed: 1 to {_MAX_NAME_LETTERS} "
+                    "letters, not only spaces"
+                )
+        for origin in self.cors_origin or ():
+            if _ORIGIN.fullmatch(origin) is None:
+                raise ConfigError(
+                    f"cors-origin is {origin!r}; allowed: SCHEME://HOST or SCHEME://HOST:PORT "
+                    "without a slash behind it, as browsers write it, or * for all"
+                )
 
     @property
     def max_body_bytes(self) -> int:
@@ -230,6 +247,7 @@ class _Service:
         return start_runtime(
             lambda: open_engine(self._model, self._config, is_quiet=self._is_quiet),
             max_waiting=self._max_queue,
+            defaults=self._settings.defaults,
         )
 
     def _loaded(self) -> None:

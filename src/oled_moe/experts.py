@@ -37,6 +37,14 @@ CopyObserver = Callable[[CopyPlan], None]
 RoutingSource = Callable[[int, ForwardContext], tuple[IntArray, npt.NDArray[np.float32]]]
 
 
+def stable_order(values: IntArray) -> IntArray:
+    """np.argsort(values, kind="stable") of numbers from 0 on; several times faster for small ones,
+    which numpy sorts by their digits."""
+    if len(values) and values.max() < 2**15:
+        return np.argsort(values.astype(np.int16), kind="stable")
+    return np.argsort(values, kind="stable")
+
+
 class HostLink(Protocol):
     """Small tensors between the device that computes layers and the host that plans."""
 
@@ -229,7 +237,7 @@ class OffloadedExperts:
     def _prepare(self, demand: LayerDemand, hidden_TD: Tensor, events: list[Event]) -> PendingLayer:
         """The rows of each expert, one after another."""
         top_k = demand.topk_ids.shape[1]
-        order_N = np.argsort(demand.topk_ids.ravel(), kind="stable")
+        order_N = stable_order(demand.topk_ids.ravel())
         bounds = np.zeros(len(demand.expert_ids) + 1, dtype=np.int64)
         np.cumsum(demand.num_tokens, out=bounds[1:])
         tokens_N = self._link.to_device(torch.from_numpy(order_N // top_k))
@@ -362,7 +370,7 @@ class OffloadedExperts:
         """Σ weight · output per token, fp32, in ascending expert id whatever the router's order."""
         top_k = weights_TK.shape[1]
         # Rows lie in ascending expert id; grouped by token, each token's are in that order too.
-        places_N = np.argsort(pending.order_N // top_k, kind="stable")
+        places_N = stable_order(pending.order_N // top_k)
         both = np.stack((places_N, pending.order_N[places_N]))
         places, choices = self._link.to_device(torch.from_numpy(both))
         weights = weights_TK.flatten().index_select(0, choices)

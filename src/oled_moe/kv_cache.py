@@ -27,6 +27,8 @@ class SequenceKv:
         shape = (num_layers, num_heads, capacity, head_size)
         self._keys_LGSH = torch.empty(shape, dtype=dtype, device=device)
         self._values_LGSH = torch.empty(shape, dtype=dtype, device=device)
+        # Views of each layer: making them anew costs more than what is done with them.
+        self._layers = list(zip(self._keys_LGSH, self._values_LGSH, strict=True))
         self.length = 0
 
     @property
@@ -36,6 +38,10 @@ class SequenceKv:
     @property
     def device(self) -> torch.device:
         return self._keys_LGSH.device
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all positions of a layer, [G, S, H] each."""
+        return self._layers[layer]
 
     def write(self, layer: int, keys_GNH: Tensor, values_GNH: Tensor, *, offset: int = 0) -> None:
         """Put N positions `offset` behind the finished ones.

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oled_moe.kernels.linear import linear
-from oled_moe.kernels.rows import attend, choose, route, router_logits
+from oled_moe.kernels.native import Segment as KvSegment
+from oled_moe.kernels.rows import attend, choose, route, router_logits, store
 from oled_moe.kernels.rows import rms_norm as rms_norm
 from oled_moe.kernels.rows import rotate as rotate
 from oled_moe.kernels.rows import router_weight as router_weight
@@ -192,23 +193,47 @@ def query_slices(
     return tuple(slices)
 
 
-def block_attention(
-    queries_TQH: Tensor, segments: Sequence[tuple[Tensor, Tensor, Sequence[QuerySlice]]]
-) -> Tensor:
-    """Attention of the tokens of several segments, each over its own keys; returns [T, Q · H].
+def write_kv(layer: int, keys_TGH: Tensor, values_TGH: Tensor, segments: Sequence[Segment]) -> None:
+    """Put keys and values of a forward's tokens behind each of its sequences.
 
-    `segments`: keys and values [G, S, H], whose last positions are the segment's tokens, and the
-    slices that they are cut into.
+    Shapes: [T, G, H]. Mutates: what is behind the finished part of each segment's K/V.
     """
-    slices = [(part, keys, values) for keys, values, own in segments for part in own]
-    if all(part.mask_TS is None for part, _, _ in slices):
-        return attend(queries_TQH, [_unmasked(*each) for each in slices])
+    store(
+        keys_TGH,
+        values_TGH,
+        [
+            KvSegment(
+                segment.num_tokens,
+                *segment.kv.layer(layer),
+                segment.kv.length + segment.offset + segment.num_tokens,
+            )
+            for segment in segments
+        ],
+    )
+
+
+def block_attention(layer: int, queries_TQH: Tensor, batch: ForwardBatch) -> Tensor:
+    """Attention of a forward's tokens, each segment over its sequence; returns [T, Q · H]."""
+    slices = [
+        (part, segment.kv.layer(layer))
+        for segment, own in zip(batch.segments, batch.query_slices, strict=True)
+        for part in own
+    ]
+    return sliced_attention(queries_TQH, slices)
+
+
+def sliced_attention(
+    queries_TQH: Tensor, slices: Sequence[tuple[QuerySlice, tuple[Tensor, Tensor]]]
+) -> Tensor:
+    """Attention slice by slice, each over its keys and values [G, S, H]; returns [T, Q · H]."""
+    if all(part.mask_TS is None for part, _ in slices):
+        return attend(queries_TQH, [_unmasked(part, kv) for part, kv in slices])
     parts, end = [], 0
-    for part, keys_GSH, values_GSH in slices:
+    for part, (keys_GSH, values_GSH) in slices:
         start, end = end, end + part.end - part.first
         queries = queries_TQH[start:end]
         if part.mask_TS is None:
-            parts.append(attend(queries, [_unmasked(part, keys_GSH, values_GSH)]))
+            parts.append(attend(queries, [_unmasked(part, (keys_GSH, values_GSH))]))
             continue
         out_QTH = F.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],
@@ -221,12 +246,8 @@ def block_attention(
     return torch.cat(parts)
 
 
-def _unmasked(part: QuerySlice, keys_GSH: Tensor, values_GSH: Tensor) -> tuple[int, Tensor, Tensor]:
-    """How many queries, and the keys and values that all of them see."""
-    # Views cost as much as a small product: none is made where all keys are seen.
-    if part.num_keys < keys_GSH.shape[1]:
-        keys_GSH, values_GSH = keys_GSH[:, : part.num_keys], values_GSH[:, : part.num_keys]
-    return part.end - part.first, keys_GSH, values_GSH
+def _unmasked(part: QuerySlice, kv: tuple[Tensor, Tensor]) -> KvSegment:
+    return KvSegment(part.end - part.first, *kv, part.num_keys)
 
 
 def swiglu(hidden_TD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

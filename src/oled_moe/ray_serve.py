@@ -218,6 +218,7 @@ class Replica:
             return start_runtime(
                 lambda: Engine(args.model, config, hub_cache=hub_cache()),
                 max_waiting=args.max_queue,
+                defaults=SamplingParams(**args.sampling),
             )
 
         is_over = threading.Event()

@@ -37,9 +37,11 @@ from oled_moe.server_metrics import CONTENT_TYPE, ServerMetrics
 from oled_moe.server_middleware import ApiKeys, BodyLimit, RequestLog, StrictRoute
 from oled_moe.server_openapi import DescribedApp, errors
 from oled_moe.server_prompts import (
+    MAX_LENGTHS_TOKENIZED,
     chat_prompt,
     chat_questions,
     completion_questions,
+    encode,
     template_variables,
     tokenizer_of,
     tool_dicts,
@@ -287,7 +289,7 @@ def _add_tokens(app: FastAPI, serving: Serving) -> None:
     def tokenize(body: TokenizeRequest) -> TokenizeReply:
         """The tokens of a text, or of a conversation as the chat template writes it."""
         engine = serving.runtime(body.model).engine
-        tokenizer = tokenizer_of(engine)
+        tokenizer, param = tokenizer_of(engine), "prompt"
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt and messages: give one of them", "prompt")
         text = body.prompt
@@ -296,7 +298,8 @@ def _add_tokens(app: FastAPI, serving: Serving) -> None:
             variables["add_generation_prompt"] = body.add_generation_prompt
             tools = tool_dicts(body.tools) if body.tools is not None else ()
             text, _ = chat_prompt(engine, body.messages, SamplingParams(), variables, tools)
-        tokens = tokenizer.encode(text or "")
+            param = "messages"
+        tokens = encode(engine, text or "", param, num_lengths=MAX_LENGTHS_TOKENIZED)
         return TokenizeReply(
             count=len(tokens),
             max_model_len=engine.max_model_len,
@@ -313,6 +316,9 @@ def _add_tokens(app: FastAPI, serving: Serving) -> None:
         """The text of tokens, special ones included."""
         engine = serving.runtime(body.model).engine
         vocab_size = engine.model_config.vocab_size
+        most = MAX_LENGTHS_TOKENIZED * engine.max_model_len
+        if len(body.tokens) > most:
+            raise bad_request(f"tokens has {len(body.tokens)} entries; allowed: {most}", "tokens")
         for token in body.tokens:
             if token >= vocab_size:
                 raise bad_request(f"tokens holds {token}; allowed: 0 to {vocab_size - 1}", "tokens")

@@ -6,10 +6,11 @@
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from oled_moe.errors import CheckpointError, OledMoeError
+from oled_moe.config import DecodingParams, SamplingParams
+from oled_moe.errors import CheckpointError, ConfigError, OledMoeError
 
 if TYPE_CHECKING:
     from oled_moe.engine import Engine
@@ -114,8 +115,16 @@ class LoadingBackend:
         self._on_end()
 
 
-def start_runtime(make_engine: "Callable[[], Engine]", *, max_waiting: int) -> Runtime:
-    """An engine, its scheduler and its monitor. Raises: whatever `make_engine` raises."""
+def start_runtime(
+    make_engine: "Callable[[], Engine]",
+    *,
+    max_waiting: int,
+    defaults: SamplingParams | None = None,
+) -> Runtime:
+    """An engine, its scheduler and its monitor. `defaults`: of requests that do not say.
+
+    Raises: whatever `make_engine` raises; ConfigError where no such request could be answered.
+    """
     # Torch comes with these; a server listens before it is there.
     from oled_moe.monitor import ExpertMonitor
     from oled_moe.scheduler import Scheduler
@@ -127,9 +136,24 @@ def start_runtime(make_engine: "Callable[[], Engine]", *, max_waiting: int) -> R
                 f"{engine.path} has no tokenizer.json, and a server writes text; without one only "
                 "`generate --prompt-ids` works"
             )
+        _check_block(engine, defaults or SamplingParams())
         scheduler = Scheduler(engine, max_waiting=max_waiting)
         monitor = ExpertMonitor(engine, scheduler)
     except BaseException:
         engine.close()
         raise
     return Runtime(engine, scheduler, monitor)
+
+
+def _check_block(engine: "Engine", defaults: SamplingParams) -> None:
+    """Raise ConfigError where a block is longer than an answer may be."""
+    params = defaults.with_defaults(engine.sampling_defaults)
+    # Algorithms that make one block of the answer take whatever length that has.
+    params = replace(params, max_tokens=params.block_length or 1)
+    block_length = DecodingParams.resolve(params).block_length
+    if block_length > engine.max_model_len:
+        raise ConfigError(
+            f"max-model-len is {engine.max_model_len}, shorter than a block of {block_length} "
+            f"tokens: every request would be refused; give {block_length} or more, or a smaller "
+            "--block-length"
+        )

@@ -29,7 +29,7 @@ _TYPES = {
 _FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 # How the fields of requests are written; the types that a field can take are written otherwise.
 _FIELD = re.compile(r"(?!(?:str|int|float|bool|dict|list|none)$)[a-z][a-z_]*")
-# What the value of a field may take of an error message.
+# What a name or a value may take of an error message.
 _MAX_SHOWN = 80
 
 
@@ -76,9 +76,14 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def bad_request(message: str, param: str | None = None) -> ApiError:
+def bad_request(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
     """Something in the request is not as it must be."""
-    return ApiError(400, message, param=param)
+    return ApiError(400, message, param=param, code=code)
+
+
+def too_long(message: str, param: str) -> ApiError:
+    """A prompt that no answer fits behind, by the code that OpenAI's clients know."""
+    return bad_request(message, param, code="context_length_exceeded")
 
 
 def unexpected() -> ApiError:
@@ -126,8 +131,12 @@ def of_validation(error: RequestValidationError) -> ApiError:
     """What is most to the point of all that is wrong with a request, by the name of its field."""
     errors = error.errors()
     # An unknown field explains what else is wrong, a misspelt name its missing twin. Otherwise
-    # what lies deepest: where a field takes several forms, that is of the form that was meant.
-    first = min(errors, key=lambda e: (not _is_unknown_field(e), -len(_field_path(e))))
+    # what lies deepest, and of that what is not about its type: where a field takes several forms,
+    # that is of the form that was meant.
+    first = min(
+        errors,
+        key=lambda e: (not _is_unknown_field(e), -len(_field_path(e)), e["type"].endswith("_type")),
+    )
     path = _field_path(first)
     if not path:
         return bad_request(_about_the_body(first))
@@ -144,7 +153,7 @@ def _field_path(error: Mapping[str, Any]) -> list[str]:
     *path, last = list(error["loc"][1:]) or [""]
     parts = [str(part) for part in path if isinstance(part, int) or _FIELD.fullmatch(part)]
     if last != "" and (error["type"] == "extra_forbidden" or isinstance(last, int)):
-        return [*parts, str(last)]
+        return [*parts, _cut(str(last))]
     return [*parts, last] if _FIELD.fullmatch(last) else parts
 
 
@@ -160,11 +169,18 @@ def _about_a_field(error: Mapping[str, Any]) -> str:
         return "is not a field that this server knows; leave it out"
     if kind == "missing":
         return "is missing; give it"
-    shown = json.dumps(error.get("input"), default=str)
-    if len(shown) > _MAX_SHOWN:
-        shown = shown[:_MAX_SHOWN] + "..."
+    if kind in ("too_long", "too_short"):
+        limits = error["ctx"]
+        most, least = limits.get("max_length"), limits.get("min_length")
+        allowed = f"at least {least}" if most is None else f"at most {most}"
+        return f"has {limits['actual_length']} entries; allowed: {allowed}"
+    shown = _cut(json.dumps(error.get("input"), default=str))
     said = str(error["msg"]).removeprefix("Value error, ")
     return f"is {shown}; {said[:1].lower()}{said[1:]}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
 async def reply_to_http(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""Hosts an app with uvicorn on this machine: the socket, signals, draining.
+"""Hosts an app with uvicorn on this machine: the socket, connections, signals, draining.
 
 The first SIGTERM or Ctrl-C stops accepting, lets running requests finish for a set time, and ends;
 a second one ends at once.
@@ -13,8 +13,10 @@ import signal
 import socket
 from types import FrameType
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from oled_moe.errors import ConfigError, OledMoeError
 from oled_moe.server_backend import LoadingBackend
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # For replies to go out once the last answer is over.
 _FAREWELL_S = 3
+# A request's line and headers; those of browsers and proxies are a tenth of it.
+MAX_HEADER_BYTES = 64 * 2**10
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -54,21 +58,69 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
+class Connection(H11Protocol):
+    """One connection: what a client does wrong ends it, and nothing more.
+
+    h11 rather than httptools, which bounds no header: 100 MB of one would be kept.
+    """
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, in words where no reply has begun."""
+        self._tell_the_app()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
+    def eof_received(self) -> None:
+        """The client has gone: the transport closes once this returns."""
+        self._tell_the_app()
+
+    def shutdown(self) -> None:
+        """The server drains: an answer may go on, but nobody waits for the rest of a request."""
+        super().shutdown()
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_started:
+            self._tell_the_app()
+            self.transport.close()
+
+    def _tell_the_app(self) -> None:
+        # Otherwise it may write to a transport that is closing, which uvloop's raise for.
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+
+def uvicorn_config(app: ASGIApp, *, drain_s: float) -> uvicorn.Config:
+    """How uvicorn hosts an app here, whatever else is installed beside it."""
+    logging.getLogger("uvicorn.error").addFilter(_is_worth_a_line)
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=math.ceil(drain_s) + _FAREWELL_S,
+    )
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Not what any client can make uvicorn say; that is told to those who look for it."""
+    message = record.getMessage()
+    if message.startswith(("Invalid HTTP request", "Unsupported upgrade request")):
+        logger.debug(message)
+        return False
+    return not message.startswith("No supported WebSocket library")
+
+
 class DrainingServer(uvicorn.Server):
     """Serves one app until told to end; `exit_signal` is the signal that did, 0 if none."""
 
     def __init__(self, app: ASGIApp, backend: LoadingBackend, *, drain_s: float) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=math.ceil(drain_s) + _FAREWELL_S,
-            )
-        )
+        super().__init__(uvicorn_config(app, drain_s=drain_s))
         self.exit_signal = 0
         self._backend = backend
         self._drain_s = drain_s

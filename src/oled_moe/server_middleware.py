@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from fastapi.routing import APIRoute
@@ -63,7 +64,8 @@ class RequestLog:
             reply.status = 499
         except Exception:
             logger.exception("request %s failed unexpectedly", request_id)
-            await reply.fail(scope, receive)
+            with suppress(ClientGoneError):
+                await reply.fail(scope, receive)
         finally:
             logger.info(
                 "%s %s %s in %.3f s, request %s",
@@ -95,7 +97,7 @@ class _Reply:
             self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
         elif message["type"] == "http.response.body":
             self._is_complete = not message.get("more_body", False)
-        await self._send(message)
+        await self._pass_on(message)
 
     async def fail(self, scope: Scope, receive: Receive) -> None:
         """Say that the server failed, in the form that what has gone out allows."""
@@ -105,7 +107,19 @@ class _Reply:
         elif not self._is_complete:
             body = b"data: " + to_json(error.envelope()) + b"\n\n" if self._is_stream else b""
             self.status = error.status_code
-            await self._send({"type": "http.response.body", "body": body})
+            await self._pass_on({"type": "http.response.body", "body": body})
+
+    async def _pass_on(self, message: Message) -> None:
+        """Raises: ClientGoneError where there is no connection any more."""
+        try:
+            await self._send(message)
+        except OSError:
+            raise ClientGoneError from None
+        except RuntimeError as error:
+            # How uvloop's transports say it.
+            if "closed" not in str(error):
+                raise
+            raise ClientGoneError from None
 
 
 class ApiKeys:

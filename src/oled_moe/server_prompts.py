@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from oled_moe.chat import conversation_request, with_face_defaults
-from oled_moe.config import DecodingParams, Grammar, SamplingParams
+from oled_moe.config import EDITING_ALGORITHMS, DecodingParams, Grammar, SamplingParams
 from oled_moe.errors import InputError
 from oled_moe.server_answers import Question
-from oled_moe.server_errors import bad_request
+from oled_moe.server_errors import bad_request, too_long
 from oled_moe.server_schema import (
     ChatRequest,
     CompletionRequest,
@@ -50,8 +50,20 @@ _PLAIN_FIELDS = (
     "threshold",
     "edit_threshold",
     "max_post_edit_steps",
+    "greedy",
+    "confidence",
+    "low_threshold",
+    "remask_threshold",
+    "credit_alpha",
+    "credit_gamma",
+    "credit_beta",
+    "factor",
+    "eb_threshold",
+    "eb_gamma",
 )
 _SEEDS = 2**63
+# So many times max_model_len may be tokenized: enough to see by how much a text is too long.
+MAX_LENGTHS_TOKENIZED = 4
 
 
 def chat_questions(engine: "Engine", body: ChatRequest, defaults: SamplingParams) -> list[Question]:
@@ -60,12 +72,15 @@ def chat_questions(engine: "Engine", body: ChatRequest, defaults: SamplingParams
     Raises: ApiError, InputError, ConfigError.
     """
     if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise bad_request("max_tokens and max_completion_tokens are both given; give one of them")
+        raise bad_request(
+            "max_tokens and max_completion_tokens are both given; give one of them", "max_tokens"
+        )
     tools = _tools(body)
     params = sampling_params(engine, body, defaults, _chat_grammar(body, tools))
     variables = template_variables(body.chat_template_kwargs)
     text, params = chat_prompt(engine, body.messages, params, variables, tools)
-    prompt_ids = tokenizer_of(engine).encode(text)
+    prompt_ids = encode(engine, text, "messages")
+    _check_room(engine, prompt_ids, "messages")
     max_tokens = body.max_tokens or body.max_completion_tokens
     return _questions(engine, text, prompt_ids, params, max_tokens, body.n or 1)
 
@@ -88,7 +103,8 @@ def completion_questions(
     tokenizer = tokenizer_of(engine)
     questions: list[Question] = []
     for prompt in prompts:
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = encode(engine, prompt, "prompt") if isinstance(prompt, str) else prompt
+        _check_room(engine, ids, "prompt")
         text = prompt
         if not isinstance(prompt, str):
             _check_ids("prompt", ids, engine.model_config.vocab_size)
@@ -114,6 +130,25 @@ def chat_prompt(
     return conversation_request(engine, turns, params, variables)
 
 
+def encode(engine: "Engine", text: str, param: str, *, num_lengths: int = 1) -> list[int]:
+    """The tokens of a text that is not hopelessly long.
+
+    A text that could not fit `num_lengths` times max_model_len, were all its tokens of the longest
+    there are, is refused unread: it would keep a core for many seconds to learn no more.
+    Raises: ApiError, InputError.
+    """
+    tokenizer = tokenizer_of(engine)
+    num_bytes = len(text.encode("utf-8", "surrogatepass"))
+    most = num_lengths * engine.max_model_len * tokenizer.longest_token_bytes
+    if num_bytes > most:
+        raise too_long(
+            f"the text of {param} is {num_bytes} bytes long; allowed: {most}, all that "
+            f"{num_lengths * engine.max_model_len} tokens of this model can hold; shorten it",
+            param,
+        )
+    return tokenizer.encode(text)
+
+
 def tokenizer_of(engine: "Engine") -> "Tokenizer":
     assert engine.tokenizer is not None, "a server is not started without a tokenizer"
     return engine.tokenizer
@@ -135,10 +170,11 @@ def sampling_params(
     resolved = params.with_defaults(engine.sampling_defaults)
     if resolved.seed is None and resolved.temperature:
         params = replace(params, seed=random.randrange(_SEEDS))
-    if body.stream_mode == "eager" and resolved.algorithm == "joint_threshold":
+    if body.stream_mode == "eager" and resolved.algorithm in EDITING_ALGORITHMS:
         raise bad_request(
-            "stream_mode is eager; algorithm joint_threshold may replace what it has written, so "
-            "that only final text is sent: leave it out, or send diffusing to see drafts",
+            f"stream_mode is eager; algorithm {resolved.algorithm} may replace what it has "
+            "written, so that only final text is sent: leave it out, or send diffusing to see "
+            "drafts",
             "stream_mode",
         )
     if body.diffusing and not body.stream:
@@ -161,17 +197,9 @@ def _questions(
     defaults = params.with_defaults(engine.sampling_defaults)
     if max_tokens is None:
         room = engine.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise InputError(
-                f"the prompt has {len(prompt_ids)} tokens; allowed: {engine.max_model_len - 1}, "
-                "which leaves room for one in max_model_len; shorten it"
-            )
         max_tokens = min(room, defaults.max_tokens or room)
     params = replace(params, max_tokens=max_tokens)
     decoding = DecodingParams.resolve(replace(defaults, max_tokens=max_tokens))
-    steps_max = decoding.steps
-    if decoding.algorithm == "joint_threshold":
-        steps_max = decoding.block_length + decoding.max_post_edit_steps
     seed = decoding.seed
     return [
         Question(
@@ -179,10 +207,20 @@ def _questions(
             prompt_ids,
             replace(params, seed=(seed + i) % _SEEDS),
             decoding.mask_token_id,
-            steps_max,
+            decoding.max_steps,
         )
         for i in range(n)
     ]
+
+
+def _check_room(engine: "Engine", prompt_ids: Sequence[int], param: str) -> None:
+    most = engine.max_model_len - 1
+    if len(prompt_ids) > most:
+        raise too_long(
+            f"the prompt has {len(prompt_ids)} tokens; allowed: {most}, which leaves room for one "
+            "in max_model_len; shorten it",
+            param,
+        )
 
 
 def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -79,6 +79,24 @@ _TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _Share = Annotated[float, Field(ge=0, le=1)]
+_Weight = Annotated[float, Field(ge=0, le=1000)]
+# Those of SamplingParams, and the names that SGLang gives two of them.
+_Algorithm = Literal[
+    "low_confidence",
+    "joint_threshold",
+    "sequential",
+    "low_confidence_static",
+    "low_confidence_dynamic",
+    "entropy_bounded",
+    "threshold",
+    "hierarchy",
+    "hierarchy_remasking",
+    "credit",
+    "factor",
+    "lowest_entropy",
+    "LowConfidence",
+    "JointThreshold",
+]
 _JsonObject = dict[str, JsonValue]
 
 
@@ -168,6 +186,11 @@ ResponseFormat = Annotated[
 ]
 
 
+_FORMAT = (
+    "What the answer's text must be: json_object is any JSON object, json_schema one of a schema."
+)
+
+
 class StructuredOutputs(Request):
     """One of these: what the answer's text must be."""
 
@@ -200,7 +223,11 @@ class SamplingRequest(Request):
         description="0 takes the likeliest tokens; default: the server's --temperature, else the "
         "model's own, else 0, where OpenAI has 1.",
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="Draw from the likeliest tokens that have this share of the probability "
+        "together; default: the server's --top-p, else the model's own, else all.",
+    )
     top_k: Annotated[int, Field(ge=-1, le=_MAX_TOKEN_ID)] | None = Field(
         None, description="0 and -1: all tokens."
     )
@@ -209,24 +236,48 @@ class SamplingRequest(Request):
         description="Choice i is drawn with seed + i. Default: the server's --seed, else another "
         "one each time.",
     )
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = None
-    ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] | None = None
-    stream: bool | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = Field(
+        None, description="Text that ends the answer, and is not part of it."
+    )
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = Field(
+        None, description="Tokens that end the answer, beside the model's own."
+    )
+    ignore_eos: bool | None = Field(None, description="Go on to max_tokens.")
+    n: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] | None = Field(
+        None,
+        description="Answers to each prompt; 1 if not given. All of a request's answers together "
+        "are at most what the server runs and lets wait.",
+    )
+    stream: bool | None = Field(None, description="Send text as it becomes final.")
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Not looked at here; it may choose a replica.")
     # Ours: how blocks are denoised.
-    algorithm: (
-        Literal["low_confidence", "joint_threshold", "LowConfidence", "JointThreshold"] | None
-    ) = None
-    block_length: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    algorithm: _Algorithm | None = Field(
+        None, description="Default: the model family's, which does not allow all of them."
+    )
+    block_length: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
+        None, description="Tokens that are denoised together."
+    )
     steps: Annotated[int, Field(ge=1, le=_MAX_TOKEN_ID)] | None = Field(
         None, description="Most denoising steps of a block."
     )
     threshold: _Share | None = Field(None, description="Confidence that accepts a token.")
     edit_threshold: _Share | None = Field(None, description="Confidence that replaces one.")
-    max_post_edit_steps: Annotated[int, Field(ge=0, le=1000)] | None = None
+    max_post_edit_steps: Annotated[int, Field(ge=0, le=1000)] | None = Field(
+        None, description="Steps that may replace tokens of a block once it is full."
+    )
+    greedy: bool | None = Field(None, description="Likeliest tokens at any temperature.")
+    confidence: Literal["raw", "tempered", "filtered"] | None = Field(
+        None, description="The probability by which tokens are accepted."
+    )
+    low_threshold: _Share | None = Field(None, description="Of `hierarchy`.")
+    remask_threshold: _Share | None = Field(None, description="Of `hierarchy_remasking`.")
+    credit_alpha: _Weight | None = Field(None, description="Of `credit`, as the next two.")
+    credit_gamma: _Weight | None = None
+    credit_beta: _Share | None = None
+    factor: _Weight | None = Field(None, description="Of `factor`.")
+    eb_threshold: _Weight | None = Field(None, description="Of `entropy_bounded`.")
+    eb_gamma: _Weight | None = Field(None, description="Of `lowest_entropy`.")
     diffusing: bool | None = Field(
         None,
         description="Send the block at work after its denoising steps too. Needs `stream`.",
@@ -234,14 +285,25 @@ class SamplingRequest(Request):
     stream_mode: Literal["final", "eager"] | None = Field(
         None,
         description="Text is sent once no later step can change it; `low_confidence` never "
-        "changes a token, so that `eager` is the same. Refused for `joint_threshold`.",
+        "changes a token, so that `eager` is the same. Refused for `joint_threshold` and "
+        "`hierarchy_remasking`.",
     )
     # What the answer's text must be.
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: _JsonObject | str | None = None
-    guided_regex: str | None = None
-    guided_grammar: str | None = None
-    guided_choice: Annotated[list[_Stop], Field(min_length=1, max_length=1024)] | None = None
+    structured_outputs: StructuredOutputs | None = Field(
+        None,
+        description="What the answer's text must be, as vLLM has it. Of this, response_format and "
+        "the guided fields at most one may be given.",
+    )
+    guided_json: _JsonObject | str | None = Field(
+        None, description="The answer is JSON of this schema, an object or its text."
+    )
+    guided_regex: str | None = Field(None, description="The answer matches this expression whole.")
+    guided_grammar: str | None = Field(
+        None, description="The answer is of this grammar, in llguidance's form of Lark."
+    )
+    guided_choice: Annotated[list[_Stop], Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="The answer is one of these."
+    )
     # Known elsewhere, with nothing behind them here.
     frequency_penalty: _Zero = None
     presence_penalty: _Zero = None
@@ -278,10 +340,21 @@ class ChatRequest(SamplingRequest):
         "that a grammar leaves no choice in.",
     )
     top_logprobs: _Zero = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = Field(None, description=_FORMAT)
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(
+        None,
+        description="Functions that the model may call. Its chat template must have a place for "
+        "them.",
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None,
+        description="auto, the default, leaves calls to the model; none hides the tools; required "
+        "makes a call certain, and a named function that one.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        None,
+        description="false: one call at most; only with tool_choice required or a named function.",
+    )
     chat_template_kwargs: _JsonObject | None = Field(
         None, description="Further variables of the chat template."
     )
@@ -316,11 +389,12 @@ class CompletionRequest(SamplingRequest):
     echo: bool | None = Field(None, description="Begin each text with its prompt.")
     logprobs: _Zero = Field(None, description="0: of the tokens chosen, as in a chat.")
     suffix: Annotated[Any, Only("")] = None
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormat | None = Field(None, description=_FORMAT)
 
 
 class TokenizeRequest(Request):
-    """A text, or a conversation as the chat template writes it."""
+    """A text, or a conversation as the chat template writes it: no longer than four times
+    max_model_len of the longest tokens there are."""
 
     model: str = Field("", max_length=1024)
     prompt: str | None = None
@@ -333,6 +407,8 @@ class TokenizeRequest(Request):
 
 
 class DetokenizeRequest(Request):
+    """Tokens, four times max_model_len at most."""
+
     model: str = Field("", max_length=1024)
     tokens: list[_TokenId]
 
@@ -362,7 +438,7 @@ class DiffusionUsage(Reply):
     blocks: int
     tokens_per_forward: float
     edited_tokens: int
-    expert_hit_rate: float
+    expert_hit_rate: float | None
     bytes_fetched: int
 
 

@@ -5,14 +5,18 @@ tokenizer.json is read by the tokenizers library; `chat_template.py` runs the te
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders
 
 from oled_moe.errors import CheckpointError, InputError
 
 MASK_NAMES = ("<|mask|>", "<|MASK|>")
+# Beyond so many letters a text takes long enough to matter to other threads.
+_LONG_TEXT = 4096
 
 
 class Tokenizer:
@@ -54,7 +58,11 @@ class Tokenizer:
         Raises: InputError for text that is not valid Unicode.
         """
         try:
-            ids: list[int] = self._raw.encode(text, add_special_tokens=False).ids
+            if len(text) <= _LONG_TEXT:
+                ids: list[int] = self._raw.encode(text, add_special_tokens=False).ids
+            else:
+                # The same tokens; only this function lets other threads run meanwhile.
+                ids = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
         # What Python calls a string and UTF-8 cannot write: half of a surrogate pair.
         except TypeError:
             raise InputError(
@@ -71,6 +79,17 @@ class Tokenizer:
         """Text of token ids; special tokens are left out unless asked for."""
         text: str = self._raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Most bytes of text that one token stands for: a text of n bytes has n by it at least."""
+        added = {token.content for token in self._raw.get_added_tokens_decoder().values()}
+        # Byte-level vocabularies write a letter for each byte.
+        is_byte_level = isinstance(self._raw.decoder, decoders.ByteLevel)
+        return max(
+            len(token) if is_byte_level and token not in added else len(token.encode())
+            for token in self._raw.get_vocab(with_added_tokens=True)
+        )
 
     def to_json(self) -> str:
         """The tokenizer as the text of a tokenizer.json, for other libraries."""

@@ -46,7 +46,7 @@
 #endif
 
 /* Raised with every change of what native.py calls, or of what it expects of a call. */
-#define ABI_VERSION 7
+#define ABI_VERSION 8
 /* The first 8 bytes of the SHA-256 of this file, from setup.py: no old build is used by mistake. */
 #ifndef SOURCE_ID
 #define SOURCE_ID 0
@@ -1523,6 +1523,29 @@ static void run_attention(Job *job, int64_t task, Scratch *scratch) {
     }
     for (int r = 0; r < num_rows; r++)
         kernels->store_attention(p->out + places[r], state + r * stride, size);
+}
+
+/* Put keys and values of tokens, [T, G, H] with a row every `key_stride` and `value_stride` numbers,
+ * where their segments' caches [G, S, H] have their last `num_tokens` of `num_keys` positions. */
+EXPORT void oled_store(const uint16_t *keys, const uint16_t *values, int64_t key_stride,
+                       int64_t value_stride, const Segment *segments, int64_t num_segments,
+                       int64_t num_groups, int64_t head_size) {
+    size_t size = (size_t)head_size * sizeof(uint16_t);
+    for (int64_t i = 0; i < num_segments; i++) {
+        const Segment *s = segments + i;
+        int64_t first = (s->num_keys - s->num_tokens) * head_size;
+        for (int64_t group = 0; group < num_groups; group++) {
+            uint16_t *to_keys = (uint16_t *)(intptr_t)s->keys + group * s->head_stride + first;
+            uint16_t *to_values = (uint16_t *)(intptr_t)s->values + group * s->head_stride + first;
+            for (int64_t token = 0; token < s->num_tokens; token++) {
+                int64_t row = s->first_token + token;
+                memcpy(to_keys + token * head_size, keys + row * key_stride + group * head_size,
+                       size);
+                memcpy(to_values + token * head_size,
+                       values + row * value_stride + group * head_size, size);
+            }
+        }
+    }
 }
 
 /* Every query sees every key of its segment. queries and out [T, Q, H]; keys and values of a segment

@@ -14,6 +14,7 @@ import importlib.machinery
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # By their numbers in native.c, the slowest first.
 ISAS = ("generic", "avx2", "avx512-bf16")
-ABI_VERSION = 7
+ABI_VERSION = 8
 _DIRECTORY = Path(__file__).parent
 _REMEDY = "install again where there is a C compiler (pip install -e .)"
 _OUT_OF_MEMORY = -1
@@ -36,6 +37,16 @@ _MIN_SHARED_BYTES = 512 * 1024
 MAX_HEAD_SIZE = 256
 MAX_ROUTED = 1024
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens and the cache of their sequence in one layer, of which they see the first
+    `num_keys` positions. Shapes: keys and values [G, S, H], each head contiguous."""
+
+    num_tokens: int
+    keys_GSH: Tensor
+    values_GSH: Tensor
+    num_keys: int
 
 
 class NativeKernels:
@@ -268,37 +279,27 @@ class NativeKernels:
             )
         return ids_TK, weights_TK, scores_TE
 
-    def attend(self, queries_TQH: Tensor, segments: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
+    def attend(self, queries_TQH: Tensor, segments: Sequence[Segment]) -> Tensor:
         """softmax(q · kᵀ / √H) · v where every query sees every key of its segment; [T, Q · H].
 
-        `segments`: in order, the number of tokens, and keys and values bfloat16 [G, S, H], each
-        head contiguous, at equal distances; the tokens add up to T. Sums are fp32 and weights are
-        not rounded. Shapes: queries bfloat16 [T, Q, H], contiguous; G divides Q.
+        The segments' tokens add up to T. Sums are fp32 and weights are not rounded. Shapes: queries
+        bfloat16 [T, Q, H], contiguous; G divides Q.
         """
         num_tokens, num_queries, head_size = queries_TQH.shape
         assert queries_TQH.is_contiguous() and 0 < head_size <= MAX_HEAD_SIZE
         assert queries_TQH.dtype == torch.bfloat16
-        num_groups, first, num_products = len(segments[0][1]), 0, 0
+        num_groups = len(segments[0].keys_GSH)
         assert num_queries % num_groups == 0
-        table = []
-        for count, keys_GSH, values_GSH in segments:
-            num_keys, stride = keys_GSH.shape[1], keys_GSH.stride(0)
-            assert num_keys > 0 or not count
-            for part in (keys_GSH, values_GSH):
-                assert part.dtype == torch.bfloat16
-                assert part.shape == (num_groups, num_keys, head_size)
-                assert part.stride() == (stride, head_size, 1)
-            table += [keys_GSH.data_ptr(), values_GSH.data_ptr(), first, count, num_keys, stride]
-            first += count
-            num_products += count * num_keys
-        assert first == num_tokens
+        table = _table_of(segments, num_groups, head_size)
+        assert sum(segment.num_tokens for segment in segments) == num_tokens
         out_TD = torch.empty(num_tokens, num_queries * head_size, dtype=torch.bfloat16)
         if num_tokens:
+            num_products = sum(segment.num_tokens * segment.num_keys for segment in segments)
             self._check(
                 self._library.oled_attention(
                     queries_TQH.data_ptr(),
                     out_TD.data_ptr(),
-                    (_LONG * len(table))(*table),
+                    table,
                     len(segments),
                     num_queries,
                     num_groups,
@@ -309,6 +310,29 @@ class NativeKernels:
                 )
             )
         return out_TD
+
+    def store(self, keys_TGH: Tensor, values_TGH: Tensor, segments: Sequence[Segment]) -> None:
+        """Copy keys and values of T tokens to the last positions of their segments.
+
+        Shapes: bfloat16 [T, G, H], each token's heads contiguous. Mutates: the segments.
+        """
+        num_tokens, num_groups, head_size = keys_TGH.shape
+        for part in (keys_TGH, values_TGH):
+            assert part.shape == keys_TGH.shape and part.dtype == torch.bfloat16
+            assert part.stride()[1:] == (head_size, 1)
+        table = _table_of(segments, num_groups, head_size)
+        assert sum(segment.num_tokens for segment in segments) == num_tokens
+        assert all(segment.num_tokens <= segment.num_keys for segment in segments)
+        self._library.oled_store(
+            keys_TGH.data_ptr(),
+            values_TGH.data_ptr(),
+            keys_TGH.stride(0),
+            values_TGH.stride(0),
+            table,
+            len(segments),
+            num_groups,
+            head_size,
+        )
 
     def norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """x / √(mean(x²) + eps), rounded to bfloat16, times weight, over the last dimension.
@@ -369,6 +393,23 @@ def native_kernels() -> NativeKernels | None:
     return native
 
 
+def _table_of(
+    segments: Sequence[Segment], num_groups: int, head_size: int
+) -> "ctypes.Array[ctypes.c_int64]":
+    """The segments as native.c reads them."""
+    table, first = [], 0
+    for num_tokens, keys_GSH, values_GSH, num_keys in segments:
+        stride = keys_GSH.stride(0)
+        assert 0 < num_keys <= keys_GSH.shape[1]
+        for part in (keys_GSH, values_GSH):
+            assert part.dtype == torch.bfloat16
+            assert part.shape == (num_groups, keys_GSH.shape[1], head_size)
+            assert part.stride() == (stride, head_size, 1)
+        table += [keys_GSH.data_ptr(), values_GSH.data_ptr(), first, num_tokens, num_keys, stride]
+        first += num_tokens
+    return (_LONG * len(table))(*table)
+
+
 def worthwhile_threads(num_bytes: int, num_threads: int) -> int:
     """How many of `num_threads` to use for a call that reads so many bytes."""
     return num_threads if num_bytes >= _MIN_SHARED_BYTES else 1
@@ -410,6 +451,8 @@ def _open_library(path: Path) -> ctypes.CDLL:
     library.oled_choose.argtypes = [_POINTER, *[_LONG] * 3, _POINTER, _POINTER, _INT, _INT]
     library.oled_rotate.argtypes = [*[_POINTER] * 4, *[_LONG] * 4, _INT, _INT]
     library.oled_route.argtypes = [*[_POINTER] * 5, *[_LONG] * 5, _INT, _INT]
+    library.oled_store.argtypes = [*[_POINTER] * 2, *[_LONG] * 2, _POINTER, *[_LONG] * 3]
+    library.oled_store.restype = None
     library.oled_attention.argtypes = [*[_POINTER] * 3, *[_LONG] * 4, ctypes.c_float, _INT, _INT]
     library.oled_norm.argtypes = [*[_POINTER] * 3, *[_LONG] * 3, ctypes.c_float, _INT, _INT]
     library.oled_read.argtypes = [_POINTER, _LONG, _INT]

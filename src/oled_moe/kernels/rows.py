@@ -13,6 +13,7 @@ from torch import Tensor
 from oled_moe.kernels.native import (
     MAX_HEAD_SIZE,
     MAX_ROUTED,
+    Segment,
     native_kernels,
     worthwhile_threads,
 )
@@ -137,11 +138,10 @@ def route(
     return ids_TK, weights_TK, scores_TE
 
 
-def attend(queries_TQH: Tensor, segments: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
+def attend(queries_TQH: Tensor, segments: Sequence[Segment]) -> Tensor:
     """Attention in which every query sees every key of its segment; returns [T, Q · H].
 
-    `segments`: in order, the number of tokens, keys and values [G, S, H] in the queries' dtype; the
-    tokens add up to T. Shapes: queries [T, Q, H]; G divides Q.
+    The segments' tokens add up to T, in order. Shapes: queries [T, Q, H]; G divides Q.
     """
     is_plain = queries_TQH.dtype == torch.bfloat16 and queries_TQH.device.type == "cpu"
     if is_plain and queries_TQH.shape[-1] <= MAX_HEAD_SIZE:
@@ -150,16 +150,33 @@ def attend(queries_TQH: Tensor, segments: Sequence[tuple[int, Tensor, Tensor]]) 
         if native is not None and native.isa == "avx512-bf16":
             return native.attend(queries_TQH.contiguous(), segments)
     parts, end = [], 0
-    for count, keys_GSH, values_GSH in segments:
+    for count, keys_GSH, values_GSH, num_keys in segments:
         start, end = end, end + count
         out_QTH = F.scaled_dot_product_attention(
             queries_TQH[start:end].transpose(0, 1)[None],
-            keys_GSH[None],
-            values_GSH[None],
+            keys_GSH[None, :, :num_keys],
+            values_GSH[None, :, :num_keys],
             enable_gqa=True,
         )[0]
         parts.append(out_QTH.transpose(0, 1).flatten(1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def store(keys_TGH: Tensor, values_TGH: Tensor, segments: Sequence[Segment]) -> None:
+    """Copy keys and values [T, G, H] to the last positions that their segments' tokens see.
+
+    Mutates: the segments' keys and values.
+    """
+    if keys_TGH.dtype == torch.bfloat16 and keys_TGH.device.type == "cpu":
+        native = native_kernels()
+        if native is not None and keys_TGH.stride(1) == values_TGH.stride(1) == keys_TGH.shape[2]:
+            native.store(keys_TGH, values_TGH, segments)
+            return
+    end = 0
+    for count, keys_GSH, values_GSH, num_keys in segments:
+        start, end = end, end + count
+        keys_GSH[:, num_keys - count : num_keys] = keys_TGH[start:end].transpose(0, 1)
+        values_GSH[:, num_keys - count : num_keys] = values_TGH[start:end].transpose(0, 1)
 
 
 def choose(logits_NV: Tensor, banned_id: int) -> tuple[Tensor, Tensor, Tensor]:

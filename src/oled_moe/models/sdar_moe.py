@@ -33,6 +33,7 @@ from oled_moe.layers import (
     run_directly,
     softmax_router,
     swiglu,
+    write_kv,
 )
 from oled_moe.models.fields import MAX_EXPERTS, MAX_LAYERS, FieldReader
 from oled_moe.store import ExpertPart
@@ -371,16 +372,7 @@ class SdarMoe:
         """Put this forward's keys and values behind each sequence; returns queries [T, Q, H]."""
         heads, values = self._run(layer, "project", self._project, hidden_TD, cos_TR, sin_TR)
         keys = heads[:, self.config.num_heads :]
-        start = 0
-        for segment in batch.segments:
-            end = start + segment.num_tokens
-            segment.kv.write(
-                layer,
-                keys[start:end].transpose(0, 1),
-                values[start:end].transpose(0, 1),
-                offset=segment.offset,
-            )
-            start = end
+        write_kv(layer, keys, values, batch.segments)
         return heads[:, : self.config.num_heads]
 
     def _project(
@@ -410,11 +402,7 @@ class SdarMoe:
 
     def _attend(self, layer: int, queries_TQH: Tensor, batch: ForwardBatch) -> Tensor:
         """Each segment over its sequence's keys and values; returns [T, Q · H]."""
-        segments = [
-            (*segment.kv.written(layer, segment.offset + segment.num_tokens), slices)
-            for segment, slices in zip(batch.segments, batch.query_slices, strict=True)
-        ]
-        return block_attention(queries_TQH, segments)
+        return block_attention(layer, queries_TQH, batch)
 
     def _behind_attention(
         self, layer: int, attended: Tensor, hidden_TD: Tensor
