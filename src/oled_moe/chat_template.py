@@ -27,23 +27,31 @@ _TEMPLATE_ERRORS = (
 )
 
 
-def render(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    specials: Mapping[str, str],
-    variables: Mapping[str, Any],
-) -> str:
-    """The text that a template makes of a conversation, special tokens and other variables.
+class ChatTemplate:
+    """A template, compiled when it is first used: that takes far longer than using it."""
 
-    Raises: InputError where it refuses.
-    """
-    environment = _template_environment()
-    try:
-        return environment.from_string(template).render(
-            messages=[dict(message) for message in messages], **specials, **variables
-        )
-    except _TEMPLATE_ERRORS as error:
-        raise InputError(f"the chat template refused the messages: {error}") from None
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._compiled: jinja2.Template | None = None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        specials: Mapping[str, str],
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The text that it makes of a conversation, special tokens and other variables.
+
+        Raises: InputError where it refuses.
+        """
+        try:
+            if self._compiled is None:
+                self._compiled = _template_environment().from_string(self._text)
+            return self._compiled.render(
+                messages=[dict(message) for message in messages], **specials, **variables
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise InputError(f"the chat template refused the messages: {error}") from None
 
 
 def _raise_exception(message: str) -> NoReturn:

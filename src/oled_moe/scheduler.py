@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from oled_moe.config import ONE_BLOCK_ALGORITHMS, SamplingParams, check_int
@@ -28,6 +28,8 @@ DEFAULT_MAX_WAITING = 64
 # How much the latest request's time counts in the guess at how long the next will take.
 _LATEST_SHARE = 0.2
 _MOST_RETRY_AFTER_S = 60.0
+# Blocks of prompts that may ride along however few are at work.
+_LEAST_RIDING_BLOCKS = 16
 
 OnEvent = Callable[[StepEvent], None]
 OnError = Callable[[BaseException], None]
@@ -77,9 +79,10 @@ class Scheduler:
     """Runs requests on an engine, at most its `max_num_seqs` at a time; `max_waiting` more wait.
 
     Callbacks run on the scheduler's thread and must be quick. A request ends with exactly one of:
-    an event that has a result, `on_error`, its cancellation. A prompt no longer than the blocks at
-    work rides along with them; longer ones have forwards of their own, which take turns with steps,
-    so that neither keeps the other waiting. Requests whose blocks are not equally long take turns
+    an event that has a result, `on_error`, its cancellation. A prompt that is short, or no longer
+    than the blocks at work, is read in the forward that denoises its first block and theirs; longer
+    ones have forwards of their own, which take turns with steps, so that neither keeps the other
+    waiting. Requests whose blocks are not equally long take turns
     too. `observers` are told of every forward.
     """
 
@@ -242,16 +245,19 @@ class Scheduler:
 
     def _forward(self) -> None:
         """One forward, of prompts or of blocks, whose turn it is."""
-        to_prefill = [h for h in self._running if _running(h).num_left_to_prefill]
-        to_denoise = [h for h in self._running if not _running(h).num_left_to_prefill]
-        at_work = Counter(_running(handle).block_length for handle in to_denoise)
-        long = [h for h in to_prefill if not _can_ride(_running(h), at_work)]
-        is_prefill = bool(long) and not (self._prefilled_last and to_denoise)
+        at_work = Counter(
+            _running(h).block_length for h in self._running if not _running(h).num_left_to_prefill
+        )
+        room = {length: max(num, _LEAST_RIDING_BLOCKS) for length, num in at_work.items()}
+        is_long = {
+            h: bool(_running(h).num_left_to_prefill) and not _can_ride(_running(h), room)
+            for h in self._running
+        }
+        long = [handle for handle in self._running if is_long[handle]]
+        others = [handle for handle in self._running if not is_long[handle]]
+        is_prefill = bool(long) and not (self._prefilled_last and others)
         self._prefilled_last = is_prefill
-        if is_prefill:
-            handles = self._next_prompts(long)
-        else:
-            handles = self._with_riders(self._next_group(to_denoise), to_prefill)
+        handles = self._next_prompts(long) if is_prefill else self._next_group(others, room)
         try:
             if is_prefill:
                 self._prefill(handles)
@@ -282,25 +288,22 @@ class Scheduler:
             num_tokens += request.num_to_prefill
         return chosen
 
-    def _next_group(self, handles: list[RequestHandle]) -> list[RequestHandle]:
-        """Those with equally long blocks whose last forward was the longest ago."""
+    def _next_group(
+        self, handles: list[RequestHandle], room: dict[int, int]
+    ) -> list[RequestHandle]:
+        """Those with equally long blocks whose last forward was the longest ago: all that are at
+        work, and, first come first, prompts that are no more than the room together."""
         lengths = dict.fromkeys(_running(handle).block_length for handle in handles)
         self._turn_of = {length: self._turn_of.get(length, -1) for length in lengths}
         length = min(lengths, key=self._turn_of.__getitem__)
         self._num_turns += 1
         self._turn_of[length] = self._num_turns
-        return [handle for handle in handles if _running(handle).block_length == length]
-
-    def _with_riders(
-        self, handles: list[RequestHandle], to_prefill: list[RequestHandle]
-    ) -> list[RequestHandle]:
-        """The group and, first come first, prompts that are no more than it together."""
-        length = _running(handles[0]).block_length
-        num_blocks, joined = Counter({length: len(handles)}), list(handles)
-        for handle in to_prefill:
+        left, joined = dict(room), []
+        for handle in handles:
             request = _running(handle)
-            if _can_ride(request, num_blocks):
-                num_blocks[length] -= request.num_left_to_prefill // length
+            if request.block_length == length and _can_ride(request, left):
+                num_blocks = _num_blocks_left(request)
+                left[length] = left.get(length, _LEAST_RIDING_BLOCKS) - num_blocks
                 joined.append(handle)
         return joined
 
@@ -385,11 +388,17 @@ class Scheduler:
             observer(report)
 
 
-def _can_ride(request: RunningRequest, num_blocks: Counter[int]) -> bool:
-    """Whether a prompt is no longer than so many blocks of its length at work, nor than what one
-    forward may take."""
-    room = num_blocks[request.block_length] * request.block_length
-    return request.num_left_to_prefill <= min(room, request.num_to_prefill)
+def _can_ride(request: RunningRequest, room: Mapping[int, int]) -> bool:
+    """Whether what is left of a prompt is no more than so many blocks, nor than what one forward
+    may take."""
+    num_blocks = room.get(request.block_length, _LEAST_RIDING_BLOCKS)
+    is_one_part = request.num_left_to_prefill == request.num_to_prefill
+    return is_one_part and _num_blocks_left(request) <= num_blocks
+
+
+def _num_blocks_left(request: RunningRequest) -> int:
+    """Blocks of a prompt that are still to be read; canvases have none."""
+    return request.num_left_to_prefill // max(1, request.block_length)
 
 
 def _running(handle: RequestHandle) -> RunningRequest:

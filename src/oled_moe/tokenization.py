@@ -7,12 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders
 
 from oled_moe.errors import CheckpointError, InputError
+
+if TYPE_CHECKING:
+    from oled_moe.chat_template import ChatTemplate
 
 MASK_NAMES = ("<|mask|>", "<|MASK|>")
 # Beyond so many letters a text takes long enough to matter to other threads.
@@ -31,6 +34,7 @@ class Tokenizer:
         self._raw = raw
         self._settings = settings
         self.chat_template = chat_template
+        self._template: ChatTemplate | None = None
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer | None":
@@ -130,16 +134,17 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this checkpoint has no chat template; send a plain prompt (--raw)")
-        # Only conversations need jinja2.
-        from oled_moe.chat_template import render
+        if self._template is None:
+            # Only conversations need jinja2.
+            from oled_moe.chat_template import ChatTemplate
 
+            self._template = ChatTemplate(self.chat_template)
         specials = {
             name: self._special(name)
             for name in ("bos_token", "eos_token", "pad_token", "mask_token", "unk_token")
         }
         known = {name: token for name, token in specials.items() if token is not None}
-        return render(
-            self.chat_template,
+        return self._template.render(
             messages,
             known,
             {"add_generation_prompt": add_generation_prompt, **variables},
