@@ -23,6 +23,8 @@ from oled_moe.types import IntArray
 # benchmarks/kernels.py: where torch has AVX-512-BF16 it is a few per cent faster from about 100
 # rows on; where all there is is AVX2, torch has no fast product in bfloat16 at any size.
 MAX_NATIVE_ROWS = {"avx512-bf16": 96, "avx2": sys.maxsize}
+# Of experts so small that torch's calls take longer than their work.
+MAX_NATIVE_ROWS_OF_SMALL, SMALL_WEIGHT_BYTES = 256, 2**18
 
 
 class CpuExpertKernel:
@@ -52,6 +54,8 @@ class CpuExpertKernel:
     ) -> None:
         """As ExpertKernel says."""
         limit = max_native_rows(self._native, arena.layout.dtype)
+        if limit and arena.layout.weight_bytes < SMALL_WEIGHT_BYTES:
+            limit = max(limit, MAX_NATIVE_ROWS_OF_SMALL)
         is_native = ends - starts <= limit
         if self._native is not None and is_native.all():
             self._run_native(self._native, arena, rows_ND, out_ND, slots, starts, ends)

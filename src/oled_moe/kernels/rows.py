@@ -42,11 +42,10 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     Shapes: hidden [..., D]; weight the last one or more dimensions of hidden.
     Source: models.md 2.1 (LLaDA2's order of cast and scale).
     """
-    is_plain = hidden.dtype == weight.dtype == torch.bfloat16 and hidden.is_contiguous()
-    if is_plain and hidden.device.type == "cpu":
+    if hidden.dtype == weight.dtype == torch.bfloat16 and hidden.device.type == "cpu":
         native = native_kernels()
         if native is not None:
-            return native.norm(hidden, weight, eps)
+            return native.norm(hidden.contiguous(), weight, eps)
     wide = hidden.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return normed.to(hidden.dtype) * weight
