@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 .PHONY: demo test check bench figures clean
 .DEFAULT_GOAL := demo
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.runtime
 	$(BIN)/oled-moe demo
 
+# Files share two processes: most tests wait, or use one core.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -23,6 +24,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/simulation.py
 	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/serving.py
 
 figures: $(VENV)/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[plot]'
@@ -34,11 +36,17 @@ figures: $(VENV)/.installed
 
 # torch goes in first and at exactly the pinned version: a machine that already has that
 # build at hand (a CPU build, say) takes it, and no later step replaces it.
-$(VENV)/.installed: pyproject.toml constraints.txt setup.py src/oled_moe/kernels/native.c
+$(VENV)/.runtime: pyproject.toml constraints.txt setup.py src/oled_moe/kernels/native.c
 	@$(PYTHON) -c "import sys; sys.exit('oled-moe needs Python 3.10 or newer, this is ' + sys.version.split()[0]) if sys.version_info < (3, 10) else None"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and the project into $(VENV); this takes a minute or two the first time."
 	@$(BIN)/python -m pip install --disable-pip-version-check -q "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e .
+	@touch $@
+
+# What tests and checks need besides.
+$(VENV)/.installed: $(VENV)/.runtime
+	@echo "Installing what the tests need; this takes another minute."
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -31,7 +31,7 @@ class ChatTemplate:
     """A template, compiled when it is first used: that takes far longer than using it."""
 
     def __init__(self, text: str) -> None:
-        self._text = text
+        self.text = text
         self._compiled: jinja2.Template | None = None
 
     def render(
@@ -46,7 +46,7 @@ class ChatTemplate:
         """
         try:
             if self._compiled is None:
-                self._compiled = _template_environment().from_string(self._text)
+                self._compiled = _template_environment().from_string(self.text)
             return self._compiled.render(
                 messages=[dict(message) for message in messages], **specials, **variables
             )

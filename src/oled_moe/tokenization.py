@@ -134,7 +134,8 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this checkpoint has no chat template; send a plain prompt (--raw)")
-        if self._template is None:
+        # Whoever has another template in mind may set it.
+        if self._template is None or self._template.text != self.chat_template:
             # Only conversations need jinja2.
             from oled_moe.chat_template import ChatTemplate
 
