@@ -11,6 +11,9 @@ import argparse
 
 from openai import OpenAI
 
+# Takes several steps.
+QUESTION = "Define task(text), which returns text repeated 4 times."
+
 
 def ask(client: OpenAI, model: str, question: str) -> str:
     """The whole answer at once."""
@@ -52,7 +55,7 @@ def watch(client: OpenAI, model: str, question: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("question", nargs="?", default="What is 12 + 30?")
+    parser.add_argument("question", nargs="?", default=QUESTION)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none", help="where the server asks for one")
     args = parser.parse_args()
