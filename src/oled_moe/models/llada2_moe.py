@@ -7,7 +7,6 @@ H head size, R rotated dimensions, E experts, K experts per token, F inner size 
 """
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,14 +35,10 @@ from oled_moe.layers import (
     swiglu,
     write_kv,
 )
+from oled_moe.models.fields import MAX_EXPERTS, MAX_LAYERS, FieldReader
 from oled_moe.store import ExpertPart
 
 Probe = Callable[[str, Tensor], None]
-
-# Far beyond any model; larger values are damage, and would be built before anything is compared.
-_MAX_SIZE = 2**24
-_MAX_LAYERS = 1000
-_MAX_EXPERTS = 2**15 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +85,14 @@ class Config:
 
         Raises: CheckpointError naming the field, its value and what is allowed.
         """
-        read = _FieldReader(values)
-        _refuse_unsupported(values)
+        read = FieldReader(values)
+        read.refuse_others(_IMPLEMENTED)
+        rope = read.rope_parameters()
         num_heads = read.whole("num_attention_heads")
         hidden_size = read.whole("hidden_size")
         head_size = read.whole("head_dim", default=hidden_size // num_heads)
-        num_layers = read.whole("num_hidden_layers", maximum=_MAX_LAYERS)
-        num_experts = read.whole("num_experts", maximum=_MAX_EXPERTS)
-        rope = values.get("rope_parameters") or {}
+        num_layers = read.whole("num_hidden_layers", maximum=MAX_LAYERS)
+        num_experts = read.whole("num_experts", maximum=MAX_EXPERTS)
         rotary_size = read.whole("rotary_dim", default=head_size // 2)
         nested = rope.get("partial_rotary_factor")
         if nested is not None or values.get("partial_rotary_factor") is not None:
@@ -130,16 +125,18 @@ class Config:
             has_expert_bias=read.flag("moe_router_enable_expert_bias", default=True),
             is_head_tied=read.flag("tie_word_embeddings", default=False),
         )
-        config._check_relations(read)
+        # Of the two names for the rotated part, the one that was used.
+        has_share = values.get("partial_rotary_factor") is not None
+        config._check_relations(read, "partial_rotary_factor" if has_share else "rotary_dim")
         return config
 
-    def _check_relations(self, read: "_FieldReader") -> None:
+    def _check_relations(self, read: FieldReader, rotary_name: str) -> None:
         if self.num_dense_layers >= self.num_layers:
             raise read.error("first_k_dense_replace", f"0 to {self.num_layers - 1}")
         if self.num_heads % self.num_kv_heads:
             raise read.error("num_key_value_heads", f"a divisor of {self.num_heads} heads")
         if self.rotary_size % 2 or not 0 < self.rotary_size <= self.head_size:
-            raise read.rotary_error(f"an even part of head_dim {self.head_size}")
+            raise read.error(rotary_name, f"an even part of head_dim {self.head_size}")
         if self.num_experts % self.num_groups:
             raise read.error("n_group", f"a divisor of {self.num_experts} experts")
         if self.num_kept_groups > self.num_groups:
@@ -153,87 +150,16 @@ class Config:
             )
 
 
-class _FieldReader:
-    """Reads fields of a config.json and words the errors."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-
-    def error(self, name: str, allowed: str) -> CheckpointError:
-        if name not in self._values:
-            return CheckpointError(f"config.json: {name} is missing; allowed: {allowed}")
-        value = repr(self._values[name])
-        return CheckpointError(f"config.json: {name} is {value[:200]}; allowed: {allowed}")
-
-    def rotary_error(self, allowed: str) -> CheckpointError:
-        """Of the two names for the rotated part, the one that was used."""
-        has_share = self._values.get("partial_rotary_factor") is not None
-        return self.error("partial_rotary_factor" if has_share else "rotary_dim", allowed)
-
-    def whole(
-        self,
-        name: str,
-        *,
-        default: int | None = None,
-        minimum: int = 1,
-        maximum: int = _MAX_SIZE,
-    ) -> int:
-        value = self._values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            raise self.error(name, f"a whole number, {minimum} to {maximum}")
-        return value
-
-    def real(self, name: str, *, default: Any, maximum: float = float("inf")) -> float:
-        value = self._values.get(name)
-        value = default if value is None else value
-        is_real = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_real or not 0 < value <= min(maximum, sys.float_info.max):
-            limit = f", at most {maximum:g}" if maximum != float("inf") else ""
-            raise self.error(name, f"a number above 0{limit}")
-        return float(value)
-
-    def flag(self, name: str, *, default: bool) -> bool:
-        value = self._values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.error(name, "true, false")
-        return value
-
-
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
-    """Options that change the numbers and that no code here implements."""
-    expected: dict[str, tuple[Any, ...]] = {
-        "hidden_act": (None, "silu"),
-        "score_function": (None, "sigmoid"),
-        "router_dtype": (None, "fp32", "float32"),
-        "norm_head": (None, False),
-        "use_sliding_window": (None, False),
-        "quantization_config": (None,),
-        "expert_capacity": (None,),
-    }
-    for name, allowed in expected.items():
-        if values.get(name) not in allowed:
-            words = ", ".join("absent" if item is None else repr(item) for item in allowed)
-            raise CheckpointError(
-                f"config.json: {name} is {values[name]!r}, which this version does not run; "
-                f"allowed: {words}"
-            )
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = values.get(name)
-        if rope is not None and not isinstance(rope, Mapping):
-            raise CheckpointError(f"config.json: {name} is {rope!r}; allowed: an object, absent")
-        if rope:
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            if "factor" in rope and kind == "default":
-                kind = "unnamed"
-            if kind != "default":
-                raise CheckpointError(
-                    f"config.json: {name} asks for {kind!r} rotary scaling, which this version "
-                    "does not run; allowed: none"
-                )
-
-
+# Options that change the numbers, and the values that code here implements; None is absent.
+_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (None, "silu"),
+    "score_function": (None, "sigmoid"),
+    "router_dtype": (None, "fp32", "float32"),
+    "norm_head": (None, False),
+    "use_sliding_window": (None, False),
+    "quantization_config": (None,),
+    "expert_capacity": (None,),
+}
 _EXPERT_NAME = re.compile(
     r"model\.layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?"
     r"(gate_proj|up_proj|down_proj|gate_up_proj)(?:\.weight)?"
