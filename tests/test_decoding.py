@@ -29,7 +29,7 @@ from oled_moe.decoding import (
 )
 from oled_moe.errors import OledMoeError
 from oled_moe.kv_cache import SequenceKv
-from oled_moe.layers import ForwardBatch, Segment
+from oled_moe.layers import ForwardBatch, Segment, write_kv
 from oled_moe.models import Model
 from oled_moe.sampling import sample
 from oled_moe.types import (
@@ -82,8 +82,8 @@ class ScriptedModel:
         logits, start = None, 0
         for segment in batch.segments:
             assert segment.kv is kv and segment.offset == start
-            keys = batch.token_ids[start : start + segment.num_tokens].float().view(1, -1, 1)
-            kv.write(0, keys, keys, offset=start)
+            keys = batch.token_ids[start : start + segment.num_tokens].float().view(-1, 1, 1)
+            write_kv(0, keys, keys, [segment])
             start += segment.num_tokens
             if segment.wants_logits:
                 seen = kv.written(0, start)[0].flatten().long().tolist()

@@ -20,6 +20,7 @@ from oled_moe.layers import (
     rotate,
     sliced_attention,
     swiglu,
+    write_kv,
 )
 from oled_moe.types import ForwardContext, ForwardRow, Phase
 
@@ -157,14 +158,20 @@ def new_kv(capacity: int = 8) -> SequenceKv:
     )
 
 
+def write(kv: SequenceKv, layer: int, keys: Tensor, values: Tensor, offset: int = 0) -> None:
+    """Keys and values [G, N, H] behind the finished ones."""
+    segment = Segment(kv, keys.shape[1], False, offset)
+    write_kv(layer, keys.transpose(0, 1), values.transpose(0, 1), [segment])
+
+
 def test_keys_and_values_replace_what_is_not_finished() -> None:
     kv = new_kv()
     for start in (1.0, 5.0):
         for layer in range(2):
             rows = (start + 10 * layer + torch.arange(4.0)).view(1, 4, 1)
-            kv.write(layer, rows, -rows)
+            write(kv, layer, rows, -rows)
     kv.advance(4)
-    kv.write(1, torch.full((1, 2, 1), 9.0), torch.full((1, 2, 1), -9.0))
+    write(kv, 1, torch.full((1, 2, 1), 9.0), torch.full((1, 2, 1), -9.0))
     keys, values = kv.written(1, 2)
     assert keys.flatten().tolist() == [15, 16, 17, 18, 9, 9]
     assert torch.equal(values, -keys)
@@ -174,23 +181,23 @@ def test_keys_and_values_replace_what_is_not_finished() -> None:
 
 def test_keys_and_values_behind_those_of_another_segment() -> None:
     kv = new_kv()
-    kv.write(0, torch.full((1, 2, 1), 1.0), torch.full((1, 2, 1), -1.0))
-    kv.write(0, torch.full((1, 3, 1), 2.0), torch.full((1, 3, 1), -2.0), offset=2)
+    write(kv, 0, torch.full((1, 2, 1), 1.0), torch.full((1, 2, 1), -1.0))
+    write(kv, 0, torch.full((1, 3, 1), 2.0), torch.full((1, 3, 1), -2.0), offset=2)
     assert kv.written(0, 5)[0].flatten().tolist() == [1, 1, 2, 2, 2]
     kv.advance(2)
-    kv.write(0, torch.full((1, 3, 1), 3.0), torch.full((1, 3, 1), -3.0))
+    write(kv, 0, torch.full((1, 3, 1), 3.0), torch.full((1, 3, 1), -3.0))
     assert kv.written(0, 3)[1].flatten().tolist() == [-1, -1, -3, -3, -3]
     with pytest.raises(AssertionError, match="outgrew"):
-        kv.write(0, torch.zeros(1, 3, 1), torch.zeros(1, 3, 1), offset=4)
+        write(kv, 0, torch.zeros(1, 3, 1), torch.zeros(1, 3, 1), offset=4)
 
 
 def test_keys_and_values_have_an_end() -> None:
     kv = new_kv(4)
     rows = torch.zeros(1, 3, 1)
-    kv.write(0, rows, rows)
+    write(kv, 0, rows, rows)
     kv.advance(3)
     with pytest.raises(AssertionError, match="outgrew"):
-        kv.write(0, rows, rows)
+        write(kv, 0, rows, rows)
 
 
 def test_the_wanted_part_of_a_batch() -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 class SequenceKv:
     """K/V of `capacity` positions in every layer.
 
-    A forward writes behind the finished part; `advance` makes what was written last part of it.
+    A forward writes behind the finished part (`layers.write_kv`), what a later one replaces;
+    `advance` makes what was written last part of it.
     Units: positions. Memory is touched only where something was written.
     """
 
@@ -42,17 +43,6 @@ class SequenceKv:
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all positions of a layer, [G, S, H] each."""
         return self._layers[layer]
-
-    def write(self, layer: int, keys_GNH: Tensor, values_GNH: Tensor, *, offset: int = 0) -> None:
-        """Put N positions `offset` behind the finished ones.
-
-        Mutates: the positions behind `length`, which a later write replaces.
-        """
-        start = self.length + offset
-        end = start + keys_GNH.shape[1]
-        assert end <= self.capacity, "the sequence outgrew its keys and values"
-        self._keys_LGSH[layer, :, start:end] = keys_GNH
-        self._values_LGSH[layer, :, start:end] = values_GNH
 
     def written(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the finished part and `num_tokens` behind it, [G, S, H] each."""

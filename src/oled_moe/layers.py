@@ -198,18 +198,18 @@ def write_kv(layer: int, keys_TGH: Tensor, values_TGH: Tensor, segments: Sequenc
 
     Shapes: [T, G, H]. Mutates: what is behind the finished part of each segment's K/V.
     """
-    store(
-        keys_TGH,
-        values_TGH,
-        [
-            KvSegment(
-                segment.num_tokens,
-                *segment.kv.layer(layer),
-                segment.kv.length + segment.offset + segment.num_tokens,
-            )
-            for segment in segments
-        ],
-    )
+    targets = [
+        KvSegment(
+            segment.num_tokens,
+            *segment.kv.layer(layer),
+            segment.kv.length + segment.offset + segment.num_tokens,
+        )
+        for segment in segments
+    ]
+    for target in targets:
+        room = target.keys_GSH.shape[1]
+        assert target.num_keys <= room, "the sequence outgrew its keys and values"
+    store(keys_TGH, values_TGH, targets)
 
 
 def block_attention(layer: int, queries_TQH: Tensor, batch: ForwardBatch) -> Tensor:
