@@ -247,6 +247,11 @@ def events_of(text: str) -> list[Any]:
     return found
 
 
+def chunks_of(text: str) -> list[dict[str, Any]]:
+    """Its objects alone: no keep-alives, which a busy machine sends, and no end mark."""
+    return [event for event in events_of(text) if isinstance(event, dict)]
+
+
 def content_of(events: Sequence[Any]) -> str:
     """The text of the first choice of a streamed chat."""
     deltas = [e["choices"][0]["delta"] for e in events if isinstance(e, dict) and e.get("choices")]

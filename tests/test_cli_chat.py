@@ -273,6 +273,18 @@ class Terminal:
         text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return text
 
+    def interrupted(self) -> int:
+        """The exit code after Ctrl-C at the prompt, pressed again where it had no effect.
+
+        CPython shows the prompt a moment before it waits for keys; a signal in between is noticed
+        with the next one.
+        """
+        for _ in range(20):
+            self.type("\x03")
+            if select.select([self.fd], [], [], 3)[0]:
+                break
+        return self.exit_code()
+
     def exit_code(self) -> int:
         while select.select([self.fd], [], [], 60)[0]:
             try:
@@ -313,8 +325,7 @@ def test_ctrl_c_stops_the_answer_and_then_the_program(tmp_path: Path) -> None:
         terminal.type("\x03")
         terminal.until(r"\(stopped\)")
         terminal.until("> ")
-        terminal.type("\x03")
-        assert terminal.exit_code() == 130
+        assert terminal.interrupted() == 130
         assert "error: interrupted" in terminal.seen and "Traceback" not in terminal.seen
     assert history.read_text() == "Name the capital of Iceland.\n"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600

@@ -14,7 +14,7 @@ import httpx2
 import openai
 import pytest
 from live_server import live_server
-from served import QUESTION, SETTINGS, ReadyBackend, demo_runtime, events_of
+from served import QUESTION, SETTINGS, ReadyBackend, chunks_of, content_of, demo_runtime
 
 import oled_moe
 from oled_moe.config import SamplingParams
@@ -219,16 +219,15 @@ def test_the_first_text_arrives_before_the_second_block_is_computed(
         has_begun = has_begun or report.num_tokens > 16
         if has_begun and report.num_new_tokens and not waited:
             # The model goes on only when the client has the first block's text.
-            waited.append(got_text.wait(20))
+            waited.append(got_text.wait(60))
 
     runtime.scheduler.observers.append(hold)
     try:
         body = {"messages": CODE, "stream": True}
         with http.stream("POST", "/v1/chat/completions", json=body) as response:
             for line in response.iter_lines():
-                for event in events_of(line):
-                    if event != "[DONE]" and event["choices"][0]["delta"].get("content"):
-                        got_text.set()
+                if content_of(chunks_of(line)):
+                    got_text.set()
     finally:
         runtime.scheduler.observers.remove(hold)
     assert waited == [True]
@@ -330,7 +329,7 @@ def test_a_stop_string_ends_the_answer_and_never_shows(http: httpx2.Client) -> N
         response = http.post(
             "/v1/chat/completions", json={**QUESTION, "stop": stop, "stream": True}
         )
-        sent = [e for e in events_of(response.text) if e != "[DONE]"]
+        sent = chunks_of(response.text)
         text = "".join(e["choices"][0]["delta"].get("content", "") for e in sent)
         assert text == whole.split(stop)[0]
 
@@ -351,7 +350,7 @@ def test_logprobs_are_of_the_tokens_that_are_shown(http: httpx2.Client) -> None:
     response = http.post(
         "/v1/chat/completions", json={**QUESTION, "logprobs": True, "stream": True}
     )
-    events = [e for e in events_of(response.text) if e != "[DONE]"]
+    events = chunks_of(response.text)
     streamed = [
         t for e in events for t in (e["choices"][0]["logprobs"] or {"content": ()})["content"]
     ]
