@@ -253,7 +253,7 @@ def test_hub_cache_is_found_by_the_usual_variables(
     snapshot.parent.mkdir(parents=True)
     snapshot.symlink_to(model)
     code, _, err = run("inspect", "some/tiny")
-    assert code == 3 and "hf download some/tiny" in err
+    assert code == 3 and "oled-moe pull some/tiny" in err
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     assert run("inspect", "some/tiny")[0] == 0
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))

@@ -196,7 +196,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(serve: Any) -> None:
     served = serve("no/such-model")
     served.process.wait(timeout=60)
     assert served.end(0) == 3
-    assert "hf download no/such-model" in served.said and "Traceback" not in served.said
+    assert "oled-moe pull no/such-model" in served.said and "Traceback" not in served.said
 
 
 def test_a_block_that_fits_no_answer_ends_the_server(serve: Any) -> None:

@@ -442,7 +442,7 @@ def test_budgets_that_do_not_fit(tiny: Path) -> None:
 def test_models_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="no model at ./nowhere"):
         find_model("./nowhere")
-    with pytest.raises(ModelNotFoundError, match="hf download some/model"):
+    with pytest.raises(ModelNotFoundError, match="oled-moe pull some/model"):
         find_model("some/model", hub_cache=tmp_path)
     snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)

@@ -35,6 +35,7 @@ from oled_moe.cli_flags import (
     takes_flags,
 )
 from oled_moe.cli_plan import doctor, plan
+from oled_moe.cli_pull import pull
 from oled_moe.cli_reproduce import reproduce
 from oled_moe.cli_serve import serve
 from oled_moe.cli_shared import (
@@ -273,6 +274,7 @@ def generate(
             note("statistics", stats_rows(opened, result))
 
 
+app.command(cls=PanelCommand, short_help="Download a model from the hub.")(pull)
 app.command(cls=PanelCommand, short_help="Talk with a model.")(chat)
 app.command(cls=PanelCommand, short_help="Serve a model over OpenAI's API, with a page.")(serve)
 app.command(cls=PanelCommand, short_help="Measure this machine; say whether MODEL fits.")(doctor)

@@ -55,6 +55,7 @@ from oled_moe.errors import (
 from oled_moe.experts import OffloadedExperts
 from oled_moe.grammar import GrammarCompiler
 from oled_moe.hardware import load_hardware
+from oled_moe.hub_cache import CachedModel, default_hub_cache
 from oled_moe.kernels.cpu import max_native_rows
 from oled_moe.kernels.native import native_kernels
 from oled_moe.layers import ATTENTION_SLICE
@@ -158,28 +159,17 @@ def find_model(model: str | Path, *, hub_cache: Path | None = None) -> Path:
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"{name[:200]!r} cannot be a path: {error}") from None
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        hub_cache = hub_cache or Path.home() / ".cache" / "huggingface" / "hub"
-        snapshot = _find_snapshot(hub_cache / f"models--{name.replace('/', '--')}")
+        hub_cache = hub_cache or default_hub_cache()
+        snapshot = CachedModel(hub_cache, name).find_snapshot()
         if snapshot is not None:
             return snapshot
         raise ModelNotFoundError(
             f"{name} is neither a directory nor in the local hub cache {hub_cache}; "
-            f"download it with: hf download {name}"
+            f"download it with: oled-moe pull {name}"
         )
     raise ModelNotFoundError(
         f"no model at {name}; give `demo`, a directory with config.json, or a hub id ORG/NAME"
     )
-
-
-def _find_snapshot(repository: Path) -> Path | None:
-    """The snapshot that `main` points to, else the newest."""
-    reference = repository / "refs" / "main"
-    if reference.is_file():
-        named = repository / "snapshots" / reference.read_text(encoding="utf-8").strip()
-        if named.is_dir():
-            return named
-    snapshots = [path for path in repository.glob("snapshots/*") if path.is_dir()]
-    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
 
 
 class Engine:

@@ -3,6 +3,7 @@
     OledMoeError                1  failed while running
     ├── QueueFullError          1  more requests wait than may
     ├── ShuttingDownError       1  no request is taken any more, or this one was cut short
+    ├── DownloadError           1  a download broke off, or what came is damaged
     ├── ConfigError             2  a flag, a parameter, a config value
     ├── InputError              2  a prompt, a message, a token id
     ├── CheckpointError         2  a file that is corrupt, incomplete or not supported
@@ -34,6 +35,10 @@ class QueueFullError(OledMoeError):
 
 class ShuttingDownError(OledMoeError):
     """The scheduler is closing."""
+
+
+class DownloadError(OledMoeError):
+    """A download broke off, or what came is not what the hub has."""
 
 
 class ConfigError(OledMoeError, ValueError):

@@ -28,6 +28,7 @@ from oled_moe.engine import (
 )
 from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
 from oled_moe.hardware import load_hardware
+from oled_moe.hub_cache import default_hub_cache
 from oled_moe.kernels import KERNELS
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.outlook import (
@@ -99,6 +100,11 @@ class CheckpointSummary:
     @property
     def num_experts_total(self) -> int:
         return self.num_moe_layers * self.num_experts
+
+
+def check_config(values: Mapping[str, Any]) -> None:
+    """Raises: CheckpointError for a config.json of a model that cannot be run here."""
+    find_family(values).config(values)
 
 
 def describe_checkpoint(model: str | Path, *, hub_cache: Path | None = None) -> CheckpointSummary:
@@ -519,7 +525,7 @@ def _store(profile: HardwareProfile, device: str, notes: list[str]) -> str | Non
 
 def _default_directory(hub_cache: Path | None) -> Path:
     """Where models would be: the hub cache, else here."""
-    cache = hub_cache or Path.home() / ".cache" / "huggingface" / "hub"
+    cache = hub_cache or default_hub_cache()
     return cache if cache.is_dir() else Path.cwd()
 
 
