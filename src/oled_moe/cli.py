@@ -44,7 +44,6 @@ from oled_moe.cli_shared import (
     LogLevel,
     Model,
     configure_logging,
-    hub_cache,
     note,
     open_engine,
     print_json,
@@ -310,7 +309,7 @@ def inspect(
         return
     from oled_moe.inspection import describe_checkpoint
 
-    summary = describe_checkpoint(path, hub_cache=hub_cache())
+    summary = describe_checkpoint(path)
     if as_json:
         print_json({**asdict(summary), "path": str(summary.path)})
     else:

@@ -25,7 +25,6 @@ from oled_moe.cli_flags import (
 )
 from oled_moe.cli_shared import (
     LogFlags,
-    hub_cache,
     print_json,
     print_rows,
     print_table,
@@ -262,7 +261,7 @@ def bench(
                 if bench.is_raw
                 else chat_request(opened, text, with_face_defaults(opened, given))
             ),
-            open_engine=lambda wanted: Engine(model, wanted, hub_cache=hub_cache()),
+            open_engine=lambda wanted: Engine(model, wanted),
             progress=say,
         )
     values = {**report.to_dict(), "prompts": chosen.words}

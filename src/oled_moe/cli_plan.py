@@ -16,7 +16,6 @@ import typer
 from oled_moe.cli_flags import MODEL_HELP, ExpertMemory, Json, Policy, Threads, flag, takes_flags
 from oled_moe.cli_shared import (
     LogFlags,
-    hub_cache,
     print_json,
     print_rows,
     print_table,
@@ -148,7 +147,6 @@ def doctor(
             directory=directory,
             threads=threads,
             saves=not is_unsaved,
-            hub_cache=hub_cache(),
             say=say,
         )
     if as_json:
@@ -202,7 +200,7 @@ def plan(
         from oled_moe.outlook import find_hardware, imagine, open_sizes, outlook
 
         say("reading headers")
-        opened = open_sizes(model, config, hub_cache=hub_cache())
+        opened = open_sizes(model, config)
         device = device or ("cuda" if gpu_memory is not None else "cpu")
         hardware, source = find_hardware(flags.hardware, device)
         machine = imagine(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from oled_moe.cli_flags import EngineFlags, SamplingFlags, flag, takes_flags
-from oled_moe.cli_shared import LogFlags, Model, hub_cache, note, open_engine, use_log_flags
+from oled_moe.cli_shared import LogFlags, Model, note, open_engine, use_log_flags
 from oled_moe.cli_text import plan_rows
 from oled_moe.config import (
     DecodingParams,
@@ -345,7 +345,7 @@ def _print_plan(model: str, config: EngineConfig) -> int:
 
     hardware, source = find_hardware(config.hardware, config.device)  # type: ignore[arg-type]  # flags give a path
     view = outlook(
-        open_sizes(model, config, hub_cache=hub_cache()),
+        open_sizes(model, config),
         config,
         this_machine(config.device),
         hardware,

@@ -5,7 +5,6 @@ Results go to stdout, everything else to stderr. Torch and numpy are imported in
 
 import json
 import logging
-import os
 import shutil
 import sys
 import textwrap
@@ -85,15 +84,6 @@ def configure_logging(level: str, form: str) -> None:
     logging.captureWarnings(True)
 
 
-def hub_cache() -> Path | None:
-    """Where Hugging Face tools keep what they downloaded; None for their default."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    return None
-
-
 def open_engine(model: str, config: EngineConfig, *, is_quiet: bool = False) -> "Engine":
     """Load a model, with progress on stderr where that is a terminal."""
     with status_line(is_quiet=is_quiet) as say:
@@ -105,7 +95,7 @@ def open_engine(model: str, config: EngineConfig, *, is_quiet: bool = False) -> 
         def progress(what: str, done: int, total: int) -> None:
             say(f"{what}: {done} of {total}")
 
-        return Engine(model, config, hub_cache=hub_cache(), progress=progress)
+        return Engine(model, config, progress=progress)
 
 
 @contextmanager

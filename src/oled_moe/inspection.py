@@ -382,7 +382,7 @@ def check_machine(
     directory: Path | None,
     threads: int | None,
     saves: bool,
-    hub_cache: Path | None,
+    hub_cache: Path | None = None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure, store the profiles of `device` or of all, and judge a model: plain JSON values.

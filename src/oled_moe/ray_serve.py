@@ -34,7 +34,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import oled_moe.errors
-from oled_moe.cli_shared import configure_logging, hub_cache
+from oled_moe.cli_shared import configure_logging
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.errors import ConfigError, MissingDependencyError, OledMoeError
 from oled_moe.server import DEFAULT_MAX_BODY_BYTES, ServerSettings, create_app, default_names
@@ -216,7 +216,7 @@ class Replica:
 
             config = args.engine_config()
             return start_runtime(
-                lambda: Engine(args.model, config, hub_cache=hub_cache()),
+                lambda: Engine(args.model, config),
                 max_waiting=args.max_queue,
                 defaults=SamplingParams(**args.sampling),
             )
@@ -477,7 +477,7 @@ def run(args: ServeArgs, *, host: str, port: int, on_ready: Callable[[], None]) 
     args = _divided(args, num_cores)
     app = build(args)
     # Ray wraps what fails in pages of its own; better to know before.
-    describe_checkpoint(args.model, hub_cache=hub_cache())
+    describe_checkpoint(args.model)
     open_socket(host, port).close()
     # Ray only counts; nothing may wait for a core that this machine does not have.
     most_cores = max(num_cores, math.ceil(args.replicas * args.num_cpus))
