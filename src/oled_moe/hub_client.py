@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import oled_moe
+from oled_moe import __version__
 from oled_moe.errors import (
     ConfigError,
     DownloadError,
@@ -73,7 +73,7 @@ class HubClient:
         self._timeout_s = timeout_s or constants.HF_HUB_DOWNLOAD_TIMEOUT
         self._api = huggingface_hub.HfApi(endpoint=self.endpoint, token=token)
         self._headers = build_hf_headers(
-            token=token, library_name="oled-moe", library_version=oled_moe.__version__
+            token=token, library_name="oled-moe", library_version=__version__
         )
 
     @property
