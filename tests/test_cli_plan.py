@@ -1,5 +1,8 @@
 """`plan` and `doctor MODEL`: verdicts, exit codes, index-only models, JSON and text."""
 
+import contextlib
+import copy
+import io
 import json
 import re
 import shutil
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from oled_moe import cli, outlook, profiler
+from oled_moe.cli_plan import print_outlook
 from oled_moe.config import EngineConfig
 from oled_moe.costs import DEFAULT_PROFILE
 from oled_moe.engine import find_model
@@ -21,6 +25,7 @@ from oled_moe.errors import CheckpointError, ConfigError, ModelNotFoundError
 from oled_moe.inspection import measure_software
 from oled_moe.models import FAMILIES
 from oled_moe.outlook import Machine, imagine, open_sizes, plan_for
+from oled_moe.random_checkpoint import checkpoint_shards
 from oled_moe.shapes import SHAPES
 
 GIB = 2**30
@@ -53,10 +58,9 @@ def index_only(tmp_path: Path) -> Path:
     folder.mkdir()
     config = {**SHAPES["llada2-mini"].config, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
-    index = {
-        "metadata": {"total_size": 32_510_000_000},
-        "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"},
-    }
+    shards = checkpoint_shards(config)
+    file_of = {tensor.name: shard.file_name for shard in shards for tensor in shard.tensors}
+    index = {"metadata": {"total_size": 32_511_286_784}, "weight_map": file_of}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
@@ -69,7 +73,7 @@ def test_index_only_directory_is_planned(run: Run, index_only: Path) -> None:
     view = strict(out)
     assert code == 0 and err == ""
     assert not view["has_weights"] and view["path"] == str(index_only)
-    assert "1 of 1 weight files are missing" in view["notes"][0]
+    assert "20 of 20 weight files are missing" in view["notes"][0]
     assert view["fit"]["plan"]["expert_bytes"] == 3 * 2048 * 512 * 2
     assert view["fit"]["plan"]["num_experts"] == 19 * 256
     assert view["prediction"]["prompt_tokens"] == 512
@@ -77,13 +81,45 @@ def test_index_only_directory_is_planned(run: Run, index_only: Path) -> None:
     assert len(view["notes"]) == 1
 
 
-def test_index_that_disagrees_with_the_config_is_told(index_only: Path) -> None:
+def drop(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda index: index["weight_map"].pop(name)
+
+
+def test_an_index_of_another_model_is_refused(run: Run, index_only: Path) -> None:
     path = index_only / "model.safetensors.index.json"
-    values = json.loads(path.read_text())
-    values["metadata"]["total_size"] = 10**9
-    path.write_text(json.dumps(values))
-    notes = open_sizes(index_only).notes
-    assert len(notes) == 2 and "may not belong together" in notes[1]
+    right = json.loads(path.read_text())
+    router = "model.layers.3.mlp.gate.weight"
+    experts = [name for name in right["weight_map"] if name.startswith("model.layers.4.mlp.exp")]
+    others = {
+        "weights take 953.7 MiB, where config.json makes it 30.3 GiB": lambda index: index[
+            "metadata"
+        ].update(total_size=10**9),
+        f"lacks 1 of the model's tensors, {router} first": drop(router),
+        "lacks 1 of the model's tensors, experts of MoE layer 3 first": lambda index: [
+            index["weight_map"].pop(name) for name in experts
+        ],
+        "lists model.layers.0.mlp.gate.weight, which config.json does not": lambda index: index[
+            "weight_map"
+        ].update({"model.layers.0.mlp.gate.weight": "x"}),
+    }
+    for words, spoil in others.items():
+        index = copy.deepcopy(right)
+        spoil(index)
+        path.write_text(json.dumps(index))
+        code, out, err = run("plan", str(index_only))
+        assert code == 2 and out == "" and err.count("\n") == 1
+        assert words in err and "do not belong together; download both again" in err
+    # Another family's index, and one that holds another part of a model besides.
+    sdar = checkpoint_shards(SHAPES["sdar-30b"].config)
+    names = {tensor.name: shard.file_name for shard in sdar for tensor in shard.tensors}
+    path.write_text(json.dumps({**right, "weight_map": names}))
+    assert run("plan", str(index_only))[0] == 2
+    more = {
+        "metadata": {"total_size": 34 * 10**9},
+        "weight_map": {**right["weight_map"], "eye": "e"},
+    }
+    path.write_text(json.dumps(more))
+    assert open_sizes(index_only).denoising.block_length == 32
 
 
 def test_config_alone_will_do(index_only: Path) -> None:
@@ -95,9 +131,49 @@ def test_config_alone_will_do(index_only: Path) -> None:
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_shapes_without_files(name: str) -> None:
     model = open_sizes(name)
-    assert model.path is None and model.family == "llada2_moe"
+    assert model.path is None and model.family == SHAPES[name].config["model_type"]
     assert model.sizes.shape.num_layers == SHAPES[name].num_moe_layers
     assert 0 < model.sizes.head_bytes < model.weights.dense_bytes
+
+
+# Words that only the plans of some families have: blocks with a prefix, or whole canvases.
+@pytest.mark.parametrize(
+    ("name", "block_length", "canvas_tokens", "kv_bytes"),
+    [
+        # models.md 1.5: bytes of keys and values for a token.
+        ("LLaDA2.1-mini", 32, 0, 40_960),
+        ("llada2-flash", 32, 0, 65_536),
+        ("SDAR-30B-A3B-Chat", 4, 0, 98_304),
+        ("RND1-Base-0910", 256, 256, 98_304),
+        ("LLaDA-MoE-7B-A1B-Instruct", 32, 256, 131_072),
+    ],
+)
+def test_every_published_name_is_planned(
+    run: Run, name: str, block_length: int, canvas_tokens: int, kv_bytes: int
+) -> None:
+    code, out, _ = run(
+        "plan", name, "--gpu-memory", "24GiB", "--ram", "256GiB", "--hardware", "rtx4090", "--json"
+    )
+    view = strict(out)
+    prediction, lines = view["prediction"], view["fit"]["plan"]["lines"]
+    assert code == 0 and not view["has_weights"]
+    assert prediction["block_length"] == block_length
+    assert prediction["canvas_tokens"] == canvas_tokens
+    assert {"what": "keys and values", "bytes": 4096 * kv_bytes} in lines
+    assert view["cache"]["active_per_layer"] <= view["cache"]["num_experts_per_layer"]
+    is_assumed = any("not published" in note for note in prediction["notes"])
+    assert is_assumed == (not name.lower().startswith("llada2"))
+    text = capture(print_outlook, view)
+    words = " ".join(text.split())
+    assert ("takes the whole canvas of 768 tokens" in words) == bool(canvas_tokens)
+    assert ("answer of 256 takes 256 forwards" in words) == ("RND1" in name)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def capture(show: Callable[[Any], None], view: Any) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        show(view)
+    return out.getvalue()
 
 
 def test_sizes_of_config_are_those_of_headers(tmp_path: Path) -> None:
@@ -306,6 +382,16 @@ def test_a_short_hardware_name_and_the_cuda_plan_of_the_issue(run: Run) -> None:
 def test_text_is_readable_at_80_columns(run: Run) -> None:
     _, out, _ = run("plan", "llada2-flash", "--gpu-memory", "24GiB", "--ram", "64GiB")
     assert max(map(len, out.splitlines())) <= 80 and "\x1b" not in out
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+def test_text_is_readable_on_a_narrow_terminal(
+    run: Run, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oled_moe.cli_plan._width", lambda: columns)
+    _, out, _ = run("plan", "demo", "--gpu-memory", "24GiB", "--ram", "64GiB")
+    assert max(map(len, out.splitlines())) <= columns
+    assert "GPU: active experts: weights" in " ".join(out.split())
 
 
 def test_numbers_come_from_stored_measurements(run: Run, tmp_path: Path) -> None:

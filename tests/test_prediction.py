@@ -18,6 +18,7 @@ from oled_moe.prediction import (
     MEASURED_MARGIN,
     SPEEDS,
     TEXTS,
+    Denoising,
     ModelSizes,
     Prediction,
     Residency,
@@ -53,7 +54,7 @@ def prediction(
     num_staging = 0 if num_slots == sizes.shape.num_experts_total else 2
     share = (1.0 if device == "cpu" else 0.0) if disk_share is None else disk_share
     residency = Residency(device, num_slots, num_staging, share, has_cpu_experts)
-    return predict(sizes, residency, hardware, **{"block_length": 16, **options})
+    return predict(sizes, residency, hardware, **{"denoising": Denoising(16), **options})
 
 
 def is_ordered(found: Prediction) -> bool:
@@ -229,10 +230,12 @@ def test_bad_policies_are_config_errors(policy: str) -> None:
         prediction(policy=policy)
 
 
-@pytest.mark.parametrize("changes", [{"prompt_tokens": 0}, {"block_length": 65}])
-def test_bad_numbers_are_named(changes: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(changes)).replace("prompt_", "prompt-")):
-        prediction(**changes)
+def test_bad_numbers_are_named() -> None:
+    with pytest.raises(ConfigError, match="prompt-tokens"):
+        prediction(prompt_tokens=0)
+    for length in (0, 1025):
+        with pytest.raises(ConfigError, match="block_length"):
+            Denoising(length)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +253,54 @@ def test_odd_shapes(shape: MoeShape) -> None:
     assert 0 < found.typical.active_per_layer <= shape.num_experts
     is_large = shape.expert_bytes > 2**24
     assert ("flash" in found.routing) == is_large
+
+
+# Whole canvases
+
+CANVAS = Denoising(32, canvas_tokens=256, preset="llada-moe-7b")
+ONE_BLOCK = Denoising(256, canvas_tokens=256, tokens_per_step=1, preset="rnd1")
+
+
+def test_a_canvas_takes_prompt_and_answer_in_every_forward() -> None:
+    by_block = prediction(ALL, denoising=Denoising(32), prompt_tokens=256)
+    found = prediction(ALL, denoising=CANVAS, prompt_tokens=256)
+    assert is_ordered(found) and found.canvas_tokens == 256
+    # 512 tokens want nearly every expert, 32 tokens fewer.
+    assert by_block.typical.active_per_layer < found.typical.active_per_layer
+    assert found.typical.active_per_layer > 0.8 * SHAPE.num_experts
+    assert found.forward.likely_s > by_block.forward.likely_s
+    # Nothing is prefilled: the first forward is like any other.
+    assert found.ttft.likely_s == pytest.approx(found.forward.likely_s, rel=0.3)
+    longer = prediction(ALL, denoising=CANVAS, prompt_tokens=2048)
+    assert longer.forward.likely_s > 1.5 * found.forward.likely_s
+
+
+def test_steps_that_are_set_say_how_many_forwards_an_answer_takes() -> None:
+    found = prediction(ALL, denoising=ONE_BLOCK)
+    assert found.tokens_per_forward == (1, 1)
+    assert found.typical.tpot_high_s == pytest.approx(found.typical.forward_high_s)
+    twice = prediction(ALL, denoising=replace(ONE_BLOCK, tokens_per_step=0.5))
+    assert twice.tokens_per_forward == (0.5, 0.5)
+    assert twice.tpot.likely_s == pytest.approx(2 * found.tpot.likely_s)
+
+
+def test_what_is_not_published_of_a_family_is_said() -> None:
+    assert any("not published" in note for note in prediction(ALL, denoising=CANVAS).notes)
+    assert not prediction(ALL).notes
+
+
+def test_the_head_is_computed_for_masks_alone() -> None:
+    """A block's last forwards have few masks left: less than a head over all its positions."""
+    large = replace(SIZES, head_bytes=2**30, vocab_size=2**18, body_bytes=0)
+    rates = {"memory_read_bytes_per_s": 1e10, "matrix_flops_per_s": 1e10}
+    hardware = replace(DEFAULT_PROFILE, **rates)
+    times = Times(large, Residency("cpu", ALL, 0), hardware)
+    head = next(
+        term.seconds
+        for term in prediction(ALL, sizes=large, hardware=hardware).terms
+        if "head" in term.what
+    )
+    assert times.head_s(1) < head < 0.8 * times.head_s(16)
 
 
 def test_layers_count_in_full() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_shapes import tiny_config
 
 import oled_moe.random_checkpoint as random_checkpoint
 from oled_moe.checkpoint import INDEX_NAME, Checkpoint
@@ -26,28 +27,10 @@ from oled_moe.random_checkpoint import (
     checkpoint_shards,
     make_random_checkpoint,
 )
-from oled_moe.shapes import SHAPES, find_shape
+from oled_moe.shapes import ALIASES, SHAPES, find_shape
 from oled_moe.store import PAGE_BYTES, DiskExpertStore
 
-TINY: dict[str, Any] = {
-    **SHAPES["llada2-mini"].config,
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "max_position_embeddings": 512,
-    "mask_token_id": 500,
-    "eos_token_id": 501,
-    "pad_token_id": 501,
-}
+TINY = tiny_config("llada2-mini")
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +52,8 @@ def contents(directory: Path) -> dict[str, bytes]:
         ("llada2-mini", 3 * 2048 * 512 * 2, 19 * 256, 1.91e9),
         ("llada2-flash", 3 * 4096 * 1024 * 2, 31 * 256, 6.06e9),
         ("sdar-30b", 3 * 2048 * 768 * 2, 48 * 128, 3.08e9),
+        ("rnd1", 3 * 2048 * 768 * 2, 48 * 128, 3.08e9),
+        ("llada-moe-7b", 3 * 2048 * 1024 * 2, 16 * 64, 1.83e9),
     ],
 )
 def test_shapes_have_the_published_sizes(
@@ -81,9 +66,44 @@ def test_shapes_have_the_published_sizes(
     assert sum(t.num_bytes for t in experts) == num_experts * expert_bytes
     assert sum(t.num_bytes for t in rest) == pytest.approx(dense_bytes, rel=0.003)
     assert checkpoint_bytes(config) > num_experts * expert_bytes
-    if name == "llada2-mini":
-        # Exactly the published one: its index says 32,511,286,784 bytes.
-        assert sum(t.num_bytes for t in experts + rest) == 32_511_286_784
+    # Exactly what the published indexes of LLaDA2.0-mini and SDAR-30B-A3B-Chat say, and the counts
+    # of parameters in models.md 1; RND1 is the same network as SDAR.
+    published = {
+        "llada2-mini": 32_511_286_784,
+        "llada2-flash": 2 * 102_889_705_216,
+        "sdar-30b": 61_064_245_248,
+        "rnd1": 61_064_245_248,
+        "llada-moe-7b": 2 * 7_356_880_896,
+    }
+    assert sum(t.num_bytes for t in experts + rest) == published[name]
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_shapes_count_layers_as_their_families_do(name: str) -> None:
+    shape = SHAPES[name]
+    for num_moe_layers in (None, 1, 2):
+        values = shape.config_with(num_moe_layers)
+        config = find_family(values).config(values)
+        assert config.num_moe_layers == (num_moe_layers or shape.num_moe_layers)
+        assert config.num_layers == shape.num_dense_layers + config.num_moe_layers
+        assert config.num_experts == shape.num_experts
+
+
+def test_published_names_lead_to_shapes() -> None:
+    assert set(ALIASES.values()) == set(SHAPES)
+    assert find_shape("LLaDA2.1-mini") is SHAPES["llada2-mini"]
+    assert all(find_shape(name).name == name for name in SHAPES)
+    assert not set(ALIASES) & set(SHAPES) and all(name == name.lower() for name in ALIASES)
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_a_tiny_checkpoint_of_every_shape_is_read_and_run(name: str, tmp_path: Path) -> None:
+    config = tiny_config(name, 2)
+    path = make_random_checkpoint(config, tmp_path / "tiny")
+    assert describe_checkpoint(path).num_moe_layers == 2
+    with Engine(path, EngineConfig(experts_per_layer=4, max_model_len=64)) as engine:
+        result = engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(result.token_ids) == 4
 
 
 def test_fewer_moe_layers_keep_the_dense_one() -> None:
@@ -93,7 +113,7 @@ def test_fewer_moe_layers_keep_the_dense_one() -> None:
     for wrong in (0, 20):
         with pytest.raises(ConfigError, match="moe-layers is .*; allowed: a whole number, 1 to 19"):
             shape.config_with(wrong)
-    with pytest.raises(ConfigError, match="unknown shape 'x'; known: llada2-flash"):
+    with pytest.raises(ConfigError, match="unknown shape 'x'; known: llada-moe-7b, llada2-flash"):
         find_shape("x")
 
 

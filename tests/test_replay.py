@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from test_parity import EMULATED, assert_same
 from test_random_checkpoint import TINY, small_pool
 from test_roofline import SMALL
+from tiny_shapes import tiny_config
 
 import oled_moe.random_checkpoint as random_checkpoint
 from oled_moe.config import EngineConfig, SamplingParams
@@ -43,6 +44,7 @@ from oled_moe.replay_bench import (
     warmup_for,
 )
 from oled_moe.roofline import LinkLimit
+from oled_moe.shapes import SHAPES
 from oled_moe.simulator import simulate
 from oled_moe.synthesis import synthesize
 from oled_moe.traces import RoutingTrace, concatenate_traces, save_trace
@@ -110,6 +112,31 @@ def replayed_plans(engine: Engine, trace: RoutingTrace) -> Plans:
     engine.experts.observers.append(see)
     Replayer(engine, trace).run(10**6)
     return plans
+
+
+# Every family
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_every_shape_replays_its_own_routing(name: str, tmp_path: Path) -> None:
+    """Blocks where the family denoises blocks, whole canvases where it denoises those."""
+    shape, config = SHAPES[name], tiny_config(name, 2)
+    path = make_random_checkpoint(config, tmp_path / "tiny")
+    spec = f"synth:{shape.preset}:block={min(shape.block_length, 16)},prompt_tokens=24"
+    replay = load_replay(f"{spec},answer_tokens=24", shape_of_config(config), num_forwards=8)
+    with open_engine(path, replay.trace, policy="naive-lru", experts_per_layer=5) as engine:
+        done = Replayer(engine, replay.trace).run(8)
+    denoised = [forward for forward in done if forward.phase == Phase.DENOISE]
+    assert len(denoised) == 8 and all(forward.num_loads for forward in done[:1])
+    is_canvas = "in canvases" in replay.words
+    assert is_canvas == (name in ("rnd1", "llada-moe-7b"))
+    num_tokens = {forward.work.num_tokens for forward in denoised}
+    if is_canvas:
+        # All of it in each forward, of which the block's masks want logits.
+        assert len(done) == 8 and min(num_tokens) > 40
+        assert all(0 < forward.work.num_logits <= 16 for forward in denoised)
+    else:
+        assert num_tokens == {replay.trace.block_length}
 
 
 # What the engine is made to do

@@ -145,6 +145,69 @@ def test_any_parameters_give_a_valid_trace(changes: dict[str, Any], tmp_path: An
     assert sum(len(forward.demands) for forward in loaded.forwards(["token_ids"])) > 0
 
 
+def forwards_of(trace: RoutingTrace) -> list[Any]:
+    return list(trace.forwards(["token_ids"]))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_canvas_is_in_every_forward_and_filled_block_by_block(
+    batch_size: int, tmp_path: Any
+) -> None:
+    trace = synthesize(**{**TINY, "is_canvas": True, "batch_size": batch_size})
+    save_trace(trace, tmp_path / "x.trace.safetensors")
+    assert (load_trace(tmp_path / "x.trace.safetensors").row_phase == Phase.DENOISE).all()
+    accepted: dict[int, Any] = {}
+    for forward in forwards_of(trace):
+        first = 0
+        for row in forward.context.rows:
+            here = slice(first, first := first + row.num_tokens)
+            request = trace.requests[row.request_id]
+            length = request.num_prompt_tokens + request.num_generated_tokens
+            assert row.num_tokens == length and request.num_generated_tokens % 4 == 0
+            states = forward.context.token_state[here]
+            is_prompt = np.arange(length) < request.num_prompt_tokens
+            assert ((states == TokenState.PROMPT) == is_prompt).all()
+            known = accepted.setdefault(row.request_id, np.zeros(length, dtype=bool))
+            assert ((states == TokenState.COMMITTED) == known).all()
+            # Only the block at work is told of and accepted: the first that holds a mask.
+            start = int((states == TokenState.MASKED).argmax())
+            start -= (start - request.num_prompt_tokens) % 4
+            is_block = (np.arange(length) >= start) & (np.arange(length) < start + 4)
+            is_told = ~np.isnan(forward.outcome.token_confidence[here])
+            assert (is_told == is_block).all()
+            now = forward.outcome.token_accepted[here].astype(bool)
+            assert now.any() and not now[~is_block].any()
+            known |= now
+    assert all(
+        known.sum() == trace.requests[i].num_generated_tokens for i, known in accepted.items()
+    )
+
+
+def test_steps_of_so_many_tokens() -> None:
+    trace = synthesize(**{**TINY, "is_canvas": True, "tokens_per_step": 3, "block_length": 8})
+    for forward in forwards_of(trace):
+        num_masked = int((forward.context.token_state == TokenState.MASKED).sum())
+        in_block = min(num_masked, (num_masked - 1) % 8 + 1)
+        assert forward.outcome.token_accepted.sum() == min(3, in_block)
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("sdar-30b", {"num_layers": 6, "num_requests": 2}),
+        ("rnd1", {"num_layers": 2, "block_length": 48, "answer_tokens": 48}),
+        ("llada-moe-7b", {"num_layers": 3, "num_requests": 1}),
+    ],
+)
+def test_other_presets_reuse_as_the_paper_says(preset: str, changes: dict[str, Any]) -> None:
+    """Figure 7 has RND1 and SDAR too; a canvas changes less, for most of it is settled."""
+    stats = stats_of(preset, 0, **changes)
+    adjacent = stats.gaps[0].overlap
+    assert adjacent is not None and adjacent >= (0.85 if PRESETS[preset].is_canvas else 0.70)
+    share = stats.activation.mean / PRESETS[preset].num_experts
+    assert (share > 0.7) == PRESETS[preset].is_canvas
+
+
 def test_long_prompts_are_prefilled_in_parts() -> None:
     trace = synthesize(**{**TINY, "prompt_tokens": 4000, "num_requests": 1})
     prefills = np.diff(trace.row_token_offset)[trace.row_phase == Phase.PREFILL]
@@ -159,7 +222,8 @@ def test_workloads_take_turns() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_length": 65}, "block_length is 65"),
+        ({"block_length": 1025}, "block_length is 1025"),
+        ({"tokens_per_step": -1}, "tokens_per_step is -1"),
         ({"block_length": 0}, "block_length is 0"),
         ({"top_k": 9}, "top_k is 9"),
         ({"workload": "poems"}, "workload.*poems"),

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from oled_moe.replay_bench import ReplayReport
 
 DEFAULT_FORWARDS = 40
-DEFAULT_BLOCK = 32
 # Of the experts of a layer, where no size is given.
 _DEFAULT_SHARE = 0.25
 _SHAPE_PANEL = "Full size without weights"
@@ -37,7 +36,8 @@ class ShapeFlags:
             "--shape",
             metavar="NAME",
             panel=_SHAPE_PANEL,
-            help=f"Random weights of this size instead of MODEL: {', '.join(SHAPES)}.",
+            help=f"Random weights of this size instead of MODEL: {', '.join(SHAPES)}, or one of "
+            "their published names.",
         ),
     ] = None
     moe_layers: Annotated[
@@ -51,7 +51,7 @@ class ShapeFlags:
             metavar="TRACE",
             panel=_SHAPE_PANEL,
             help="Where routing comes from: a trace file, or synth:PRESET[:key=value,...], as "
-            f"synth:llada2-mini:block={DEFAULT_BLOCK}, the default for the mini size.",
+            "synth:llada2-mini:block=32, the default for the mini size.",
         ),
     ] = None
     forwards: Annotated[
@@ -128,7 +128,7 @@ def run_shape(run: ShapeRun) -> int:
     check_int("repetitions", run.repetitions, minimum=1)
     if run.warmup is not None:
         check_int("warmup", run.warmup, minimum=0)
-    capacities = run.capacities or [_DEFAULT_SHARE * config["num_experts"]]
+    capacities = run.capacities or [_DEFAULT_SHARE * shape.num_experts]
     with status_line() as say:
         say("loading torch")
         from oled_moe.random_checkpoint import default_directory, make_random_checkpoint
@@ -145,7 +145,7 @@ def run_shape(run: ShapeRun) -> int:
         experts = shape_of_config(config)
         cases = check_cases(run.policies, capacities, experts)
         most_warmup = MAX_WARMUP if run.warmup is None else run.warmup
-        spec = flags.replay or f"synth:{shape.preset}:block={DEFAULT_BLOCK}"
+        spec = flags.replay or f"synth:{shape.preset}:block={shape.block_length}"
         replay = load_replay(spec, experts, num_forwards=num_replayed(forwards, most_warmup))
         warmup = warmup_for(replay.trace, capacities) if run.warmup is None else run.warmup
         check_length(replay, forwards, warmup)

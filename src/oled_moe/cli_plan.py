@@ -17,7 +17,6 @@ from oled_moe.cli_flags import MODEL_HELP, ExpertMemory, Json, Policy, Threads, 
 from oled_moe.cli_shared import (
     LogFlags,
     print_json,
-    print_rows,
     print_table,
     status_line,
     use_log_flags,
@@ -25,6 +24,7 @@ from oled_moe.cli_shared import (
 from oled_moe.cli_text import Rows, checkup_rows, disk_rows, memory_rows, percent, seconds
 from oled_moe.config import DTYPES, EngineConfig, format_size, parse_size
 from oled_moe.errors import ConfigError, DoesNotFitError
+from oled_moe.shapes import SHAPES
 
 DEVICE_NAMES = ("cpu", "emulated", "cuda")
 DEFAULT_PROMPT_TOKENS = 512
@@ -163,7 +163,7 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help=f"{MODEL_HELP[:-1]}, or a shape without files: llada2-mini, llada2-flash.",
+            help=f"{MODEL_HELP[:-1]}, or sizes without files: {', '.join(SHAPES)}.",
             envvar="OLED_MOE_MODEL",
         ),
     ],
@@ -251,12 +251,12 @@ def _size(name: str, text: str | None) -> int | None:
 
 
 def _print_checkup(checkup: Mapping[str, Any]) -> None:
-    print_rows([*checkup_rows(checkup), *_further_rows(checkup)])
+    _print_folded_rows([*checkup_rows(checkup), *_further_rows(checkup)])
     reads = checkup["disk_reads"]
     if reads:
         print("\nCold reads of experts from disk, by reads in flight:")
         methods = sorted({read["method"] for read in reads})
-        print_table(("in flight", *methods), disk_rows(reads))
+        _print_narrow_table(("in flight", *methods), disk_rows(reads))
     products = checkup["measurements"]["products"]
     if products:
         print("\nWeights worked through per second, by rows that each meets:")
@@ -332,7 +332,7 @@ def _print_products(products: Sequence[Mapping[str, Any]]) -> None:
     lines = [
         (label, *(cells.get(rows, "-") for rows in all_rows)) for label, cells in table.items()
     ]
-    print_table(("rows", *map(str, all_rows)), lines)
+    _print_narrow_table(("rows", *map(str, all_rows)), lines)
 
 
 def print_outlook(view: Mapping[str, Any]) -> None:
@@ -370,8 +370,8 @@ def _cache_rows(view: Mapping[str, Any]) -> Rows:
             "cache",
             f"{cache['experts_per_layer']:.4g} of {cache['num_experts_per_layer']} experts per "
             f"layer in {cache['num_layers']} layers, {cache['num_slots']} slots, "
-            f"{cache['num_staging']} staging, policy {cache['policy']}; a block wants about "
-            f"{cache['active_per_layer']:.0f} per layer",
+            f"{cache['num_staging']} staging, policy {cache['policy']}; a forward wants "
+            f"about {cache['active_per_layer']:.0f} per layer",
         ),
     ]
     rows += memory_rows([(line["what"], line["bytes"]) for line in plan["lines"]])
@@ -387,7 +387,6 @@ def _span(values: Mapping[str, float]) -> str:
 
 def _speed_rows(prediction: Mapping[str, Any]) -> Rows:
     tpot, ttft, forward = prediction["tpot"], prediction["ttft"], prediction["forward"]
-    low, high = prediction["tokens_per_forward"]
     rates = f"{_number(1 / tpot['high_s'])} to {_number(1 / tpot['low_s'])} tokens a second"
     limits = ", ".join(
         f"{word} up to {1e3 * limit:g} ms" for word, limit in prediction["speed_limits_s"].items()
@@ -409,14 +408,32 @@ def _speed_rows(prediction: Mapping[str, Any]) -> Rows:
         ),
         (
             "one forward",
-            f"{_span(forward)}, likely {seconds(forward['likely_s'])}; {low:.2g} to {high:.2g} "
-            "tokens each, which depends on the text",
+            f"{_span(forward)}, likely {seconds(forward['likely_s'])}; {_yield_words(prediction)}",
         ),
         (
             "hit rate",
             f"{hit_rate}, replayed on routing that is {prediction['routing']}",
         ),
     ]
+
+
+def _yield_words(prediction: Mapping[str, Any]) -> str:
+    """What a forward takes and what comes of it."""
+    low, high = prediction["tokens_per_forward"]
+    is_set = low == high
+    each = f"{low:.2g}" if is_set else f"{low:.2g} to {high:.2g}"
+    why = "as many steps as are set" if is_set else "which depends on the text"
+    words = f"{each} token{'' if each == '1' else 's'} each, {why}"
+    behind = prediction["canvas_tokens"]
+    if not behind:
+        return words
+    canvas = prediction["prompt_tokens"] + behind
+    fewest, most = round(behind / high), round(behind / low)
+    forwards = str(most) if is_set else f"{fewest} to {most}"
+    return (
+        f"{words}; it takes the whole canvas of {canvas} tokens, prompt and answer, and an answer "
+        f"of {behind} takes {forwards} forwards"
+    )
 
 
 def _number(value: float) -> str:
@@ -430,7 +447,7 @@ def _print_terms(prediction: Mapping[str, Any]) -> None:
         size = format_size(term["num_bytes"]) if rate else ""
         speed = f"/ {rate / 1e9:.3g} GB/s" if rate else ""
         table.append((f"  {term['lane']}: {term['what']}", size, speed, seconds(term["seconds"])))
-    print_table(("", "weights", "rate", "time"), table)
+    _print_narrow_table(("", "weights", "rate", "time"), table)
     lanes: dict[str, float] = {}
     for term in prediction["terms"]:
         lanes[term["lane"]] = lanes.get(term["lane"], 0.0) + term["seconds"]
@@ -462,6 +479,18 @@ def _caveat(prediction: Mapping[str, Any]) -> str:
 def _width() -> int:
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
     return max(40, min(columns, 100))
+
+
+def _print_narrow_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table where the terminal is wide enough; else each row in words, wrapped."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    if sum(widths) + 2 * (len(widths) - 1) <= _width():
+        print_table(header, rows)
+        return
+    for label, *cells in rows:
+        named = zip(header[1:], cells, strict=True)
+        words = ", ".join(f"{name} {cell}" for name, cell in named if cell)
+        print(_folded(f"{label.strip()}: {words}"))
 
 
 def _folded(text: str) -> str:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # Repeated here because their modules need numpy; a test compares.
 SUFFIX = ".trace.safetensors"
-PRESET_NAMES = ("llada2-mini", "llada2-flash")
+PRESET_NAMES = ("llada2-mini", "llada2-flash", "sdar-30b", "rnd1", "llada-moe-7b")
 WORKLOAD_NAMES = ("math", "code", "quiz", "mixed")
 
 trace_app = typer.Typer(
@@ -192,7 +192,7 @@ def synth(
         int | None, flag("--answer-tokens", help="Mean answer length; default: 128.")
     ] = None,
     block_length: Annotated[
-        int | None, flag("--block-length", help="1 to 64; default: 16.")
+        int | None, flag("--block-length", help="1 to 1024; default: the preset's.")
     ] = None,
     batch_size: Annotated[
         int | None, flag("--batch-size", help="Sequences per forward; default: 1.")

@@ -5,7 +5,7 @@ From config.json and headers alone: no weight is read, no GPU and no second mach
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, prod
 from pathlib import Path
@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from oled_moe.checkpoint import INDEX_NAME, Checkpoint
-from oled_moe.config import DTYPES, EngineConfig, check_int, format_size
+from oled_moe.config import (
+    DTYPES,
+    ONE_BLOCK_ALGORITHMS,
+    EngineConfig,
+    SamplingParams,
+    check_int,
+    format_size,
+)
 from oled_moe.costs import (
     DEFAULT_PROFILES,
     HardwareProfile,
@@ -34,6 +41,7 @@ from oled_moe.errors import (
     CheckpointError,
     ConfigError,
     DoesNotFitError,
+    ModelNotFoundError,
 )
 from oled_moe.hardware import load_hardware
 from oled_moe.memory import (
@@ -48,18 +56,22 @@ from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.prediction import (
     DEFAULT_BLOCK_LENGTH,
     DEFAULT_PROMPT_TOKENS,
+    Denoising,
     ModelSizes,
     Prediction,
     Residency,
     predict,
 )
 from oled_moe.profiler import machine_facts, usable_memory_bytes
-from oled_moe.shapes import SHAPES
-from oled_moe.store import ExpertLayout
+from oled_moe.shapes import SHAPES, find_shape, shape_name
+from oled_moe.store import ExpertLayout, ExpertPart
+from oled_moe.synthesis import MAX_BLOCK_LENGTH
 from oled_moe.types import MoeShape
 
 # Of what an index says the weights take; some count biases and buffers in, some do not.
 _INDEX_TOLERANCE = 0.02
+# Families whose routing has a preset of its own.
+_PRESETS: Mapping[str, str] = {"sdar_moe": "sdar-30b", "rnd1": "rnd1", "llada": "llada-moe-7b"}
 # What a GPU is taken to be where nobody says.
 DEFAULT_GPU_HARDWARE = "rtx4090-ddr5"
 
@@ -68,7 +80,7 @@ DEFAULT_GPU_HARDWARE = "rtx4090-ddr5"
 class OpenedModel:
     """A model of which only sizes are known. `notes` say where they come from, if not from headers.
 
-    `block_length`: the checkpoint's, else 32. `has_weights`: whether every file is there.
+    `denoising`: as the checkpoint and its family say. `has_weights`: whether every file is there.
     """
 
     name: str
@@ -77,7 +89,7 @@ class OpenedModel:
     config: ModelConfig
     weights: WeightSizes
     sizes: ModelSizes
-    block_length: int
+    denoising: Denoising
     has_weights: bool
     notes: tuple[str, ...]
 
@@ -92,12 +104,15 @@ def open_sizes(
     """
     wanted = wanted or EngineConfig()
     name = str(model)
-    if name in SHAPES and not Path(name).exists():
-        shape = SHAPES[name]
+    if shape_name(name) in SHAPES and not Path(name).exists():
+        shape = find_shape(name)
         checkpoint = Checkpoint(Path(name), dict(shape.config), {}, {}, {})
-        note = f"{name}: a published model's sizes, no files; {shape.note}".rstrip("; .")
+        note = f"{shape.name}: a published model's sizes, no files; {shape.note}".rstrip("; .")
         return _opened(name, checkpoint, wanted, has_weights=False, notes=[note])
-    path = find_model(model, hub_cache=hub_cache)
+    try:
+        path = find_model(model, hub_cache=hub_cache)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"{error}; sizes are known of {', '.join(SHAPES)}") from None
     missing = _missing_weights(path)
     if not missing:
         return _opened(name, Checkpoint.open(path), wanted, has_weights=True, notes=[])
@@ -147,11 +162,11 @@ def _opened(
             f"max_model_len is {wanted.max_model_len}; allowed: 1 to {config.max_positions}, the "
             "model's max_position_embeddings"
         )
+    _check_index(checkpoint, family, config)
     if has_weights:
         weights = WeightSizes.of(checkpoint, family, config, wanted)
     else:
         weights = _weights_of_config(checkpoint.config, family, config, wanted)
-        notes = [*notes, *_check_index(checkpoint, family, config)]
     defaults = sampling_defaults_of(checkpoint, config, None)
     return OpenedModel(
         name=name,
@@ -160,9 +175,25 @@ def _opened(
         config=config,
         weights=weights,
         sizes=_model_sizes(family, config, weights),
-        block_length=min(defaults.block_length or DEFAULT_BLOCK_LENGTH, 64),
+        denoising=_denoising(family, config, defaults),
         has_weights=has_weights,
         notes=tuple(notes),
+    )
+
+
+def _denoising(family: Family, config: ModelConfig, defaults: SamplingParams) -> Denoising:
+    """How the family's models denoise where a request asks for nothing else."""
+    decoding = config.decoding
+    max_tokens = defaults.max_tokens or 256
+    is_one_block = set(decoding.algorithms) <= set(ONE_BLOCK_ALGORITHMS)
+    block_length = max_tokens if is_one_block else defaults.block_length or DEFAULT_BLOCK_LENGTH
+    # One block is filled in so many steps; elsewhere confidence decides.
+    tokens_per_step = max_tokens / (defaults.steps or max_tokens) if is_one_block else 0.0
+    return Denoising(
+        block_length=min(block_length, MAX_BLOCK_LENGTH),
+        canvas_tokens=max_tokens if decoding.is_whole else 0,
+        tokens_per_step=tokens_per_step,
+        preset=_PRESETS.get(family.name),
     )
 
 
@@ -189,24 +220,52 @@ def _weights_of_config(
     return WeightSizes(layout, dense_bytes, dtype != stored)
 
 
-def _check_index(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> list[str]:
-    """A note where the index tells of other sizes than config.json."""
+def _check_index(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:
+    """Raises: CheckpointError where the index is not that of a model of this config.json."""
     index_path = checkpoint.path / INDEX_NAME
     if not index_path.is_file():
-        return []
-    metadata = _read_object(index_path).get("metadata")
+        return
+    index = _read_object(index_path)
+    names, metadata = index.get("weight_map"), index.get("metadata")
+    fault, has_others = _fault_of_names(names if isinstance(names, dict) else {}, family, config)
     said = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if isinstance(said, bool) or not isinstance(said, int) or said <= 0:
-        return []
-    num_values = sum(map(prod, family.parameter_shapes(config).values()))
-    num_values += _num_expert_values(config)
-    num_bytes = num_values * _config_dtype(checkpoint.config).itemsize
-    if abs(num_bytes - said) <= _INDEX_TOLERANCE * said:
-        return []
-    return [
-        f"{INDEX_NAME} says that the weights take {format_size(said)}, config.json makes it "
-        f"{format_size(num_bytes)}: the two may not belong together"
-    ]
+    if not fault and isinstance(said, int) and said > 0:
+        num_values = sum(map(prod, family.parameter_shapes(config).values()))
+        num_values += _num_expert_values(config)
+        num_bytes = num_values * _config_dtype(checkpoint.config).itemsize
+        # Tensors of other parts, such as eyes, are counted too.
+        is_fine = has_others and said > num_bytes
+        if not is_fine and abs(num_bytes - said) > _INDEX_TOLERANCE * said:
+            fault = (
+                f"says that the weights take {format_size(said)}, where config.json makes it "
+                f"{format_size(num_bytes)}"
+            )
+    if fault:
+        raise CheckpointError(
+            f"{index_path}: {fault}: index and config.json do not belong together; download both "
+            "again"
+        )
+
+
+def _fault_of_names(names: Iterable[str], family: Family, config: ModelConfig) -> tuple[str, bool]:
+    """What is wrong with the tensors of an index, empty where nothing is; whether it lists others
+    than the model's."""
+    weight_map, found, has_others = family.weight_map(config), set[str | int](), False
+    for name in names:
+        try:
+            target = weight_map(name)
+        except CheckpointError:
+            return f"lists {name[:200]}, which config.json does not provide for", has_others
+        except KeyError:
+            has_others = True
+            continue
+        if target is not None:
+            found.add(target.layer if isinstance(target, ExpertPart) else target)
+    missing = [name for name in family.parameter_shapes(config) if name not in found]
+    missing += [f"experts of MoE layer {i}" for i in range(config.num_moe_layers) if i not in found]
+    if missing:
+        return f"lacks {len(missing)} of the model's tensors, {missing[0]} first", has_others
+    return "", has_others
 
 
 def _num_expert_values(config: ModelConfig) -> int:
@@ -434,7 +493,9 @@ def outlook(
 
     Raises: ConfigError for numbers that make no sense. What does not fit is said in the outlook.
     """
-    check_int("prompt-tokens", prompt_tokens, minimum=1, maximum=model.config.max_positions)
+    num_behind = model.denoising.canvas_tokens + model.config.decoding.num_reserved
+    most = model.config.max_positions - num_behind
+    check_int("prompt-tokens", prompt_tokens, minimum=1, maximum=most)
     try:
         plan = plan_for(model, config, machine, hardware)
     except DoesNotFitError as error:
@@ -446,7 +507,7 @@ def outlook(
         hardware,
         policy=policy_name(config),
         prompt_tokens=prompt_tokens,
-        block_length=model.block_length,
+        denoising=model.denoising,
     )
     fit = _fit(plan, config, machine, prediction.typical.active_per_layer)
     return Outlook(model, machine, config, hardware, hardware_source, fit, prediction)
@@ -561,7 +622,7 @@ def _fit(
     advice = []
     if per_layer < active:
         advice.append(
-            f"a block wants about {active:.0f} experts per layer: "
+            f"a forward wants about {active:.0f} experts per layer: "
             f"{_how_to_keep(active, slots, config, machine)} to keep them all"
         )
     if isinstance(plan, GpuMemoryPlan) and plan.num_on_disk:

@@ -9,6 +9,7 @@ sum of all lanes. Every result is a range, widened by how well the machine is kn
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,14 @@ from oled_moe.costs import HardwareProfile
 from oled_moe.errors import ConfigError, TraceError
 from oled_moe.policies import is_clairvoyant
 from oled_moe.simulator import SimulationReport, simulate
-from oled_moe.synthesis import PRESETS, synthesize
-from oled_moe.types import ForwardContext, LayerDemand, LayerPlan, MoeShape, Phase
+from oled_moe.synthesis import MAX_BLOCK_LENGTH, PRESETS, synthesize
+from oled_moe.types import (
+    ForwardContext,
+    LayerDemand,
+    LayerPlan,
+    MoeShape,
+    TokenState,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +70,8 @@ TYPICAL = "typical text"
 # How far off the arithmetic may be besides: where the machine was measured, where it was busy with
 # other work then, and where it was not measured.
 MEASURED_MARGIN, DISTURBED_MARGIN, GUESSED_MARGIN = 0.2, 0.4, 0.5
+# Presets of families of which no count of active experts is published.
+_ASSUMED = ("sdar-30b", "rnd1", "llada-moe-7b")
 # Seconds per token: people read about five words, seven tokens, a second.
 SPEEDS = ((0.02, "fast"), (0.1, "good"), (0.5, "usable"))
 SLOWEST = "slow"
@@ -73,6 +82,9 @@ _NUM_REQUESTS = 3
 _WARMUP_REQUESTS = 1
 _ANSWER_TOKENS = 96
 _MAX_TRACE_PROMPT = 256
+# Of a canvas every position is in every forward: fewer and shorter requests hold as many tokens.
+_NUM_CANVAS_REQUESTS = 2
+_CANVAS_ANSWER_TOKENS = 32
 # Longest prompt part in one forward, as the engine's.
 _MAX_PREFILL_TOKENS = 2048
 # From this size of an expert on, a model is taken to route like LLaDA2.0-flash.
@@ -104,6 +116,31 @@ class ModelSizes:
     @property
     def item_bytes(self) -> int:
         return _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Denoising:
+    """What the forwards of a model follow from beside its sizes.
+
+    `canvas_tokens`: those of an answer, where every forward takes prompt and answer whole; 0 where
+    it takes a block. `tokens_per_step`: how many a step accepts, where that is set; 0 where
+    confidence decides. `preset`: synthetic routing that comes nearest; None chooses LLaDA2.0-mini's
+    or -flash's by the size of the experts.
+    """
+
+    block_length: int = DEFAULT_BLOCK_LENGTH
+    canvas_tokens: int = 0
+    tokens_per_step: float = 0.0
+    preset: str | None = None
+
+    def __post_init__(self) -> None:
+        check_int("block_length", self.block_length, minimum=1, maximum=MAX_BLOCK_LENGTH)
+        check_int("canvas_tokens", self.canvas_tokens, minimum=0)
+
+    def preset_for(self, shape: MoeShape) -> str:
+        """The preset's name."""
+        is_large = shape.expert_bytes >= _FLASH_EXPERT_BYTES
+        return self.preset or ("llada2-flash" if is_large else "llada2-mini")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +212,7 @@ class Prediction:
     is_hardware_measured: bool
     prompt_tokens: int
     block_length: int
+    canvas_tokens: int
     routing: str
     margin: float
     speed: str
@@ -204,7 +242,7 @@ def predict(
     *,
     policy: str = "oled",
     prompt_tokens: int = DEFAULT_PROMPT_TOKENS,
-    block_length: int = DEFAULT_BLOCK_LENGTH,
+    denoising: Denoising | None = None,
 ) -> Prediction:
     """The range of TTFT, TPOT and forward times. A second or so of replaying.
 
@@ -212,18 +250,23 @@ def predict(
     """
     check_choice("device", residency.device, _DEVICES)
     check_int("prompt-tokens", prompt_tokens, minimum=1)
-    check_int("block_length", block_length, minimum=1, maximum=64)
+    denoising = denoising or Denoising()
     if is_clairvoyant(policy):
         raise ConfigError(
             f"policy is {policy!r}, which knows the trace ahead: a bound, in simulation only; name "
             "a policy that an engine can run"
         )
     times = Times(sizes, residency, hardware)
-    preset = "llada2-flash" if sizes.shape.expert_bytes >= _FLASH_EXPERT_BYTES else "llada2-mini"
+    preset = denoising.preset_for(sizes.shape)
     notes: list[str] = []
+    if preset in _ASSUMED:
+        notes.append(
+            "how many experts this family activates is not published: taken to be what tokens with "
+            "as much in common as LLaDA2.0-mini's would"
+        )
     runs = []
     for text, kind in TEXTS.items():
-        run = _Replay(times, prompt_tokens, block_length)
+        run = _Replay(times, prompt_tokens, denoising)
         policy = run.replay(preset, kind, policy, notes)
         runs.append((text, run))
     texts = tuple(run.prediction(text) for text, run in runs)
@@ -242,7 +285,8 @@ def predict(
         hardware=hardware.name,
         is_hardware_measured=hardware.is_measured,
         prompt_tokens=prompt_tokens,
-        block_length=block_length,
+        block_length=denoising.block_length,
+        canvas_tokens=denoising.canvas_tokens,
         routing=f"synthetic, after {preset}",
         margin=margin,
         speed=speed_word(tpot.likely_s),
@@ -456,9 +500,9 @@ class _Replay:
 
     times: Times
     prompt_tokens: int
-    block_length: int
+    denoising: Denoising
     work: dict[int, _Work] = field(default_factory=dict)
-    num_tokens: int = 0
+    num_tokens: float = 0
     wasted_per_forward: float = 0.0
     scale: float = 1.0
 
@@ -467,17 +511,13 @@ class _Replay:
         shape = self.times.sizes.shape
         num_layers = min(shape.num_layers, _MAX_LAYERS)
         self.scale = shape.num_layers / num_layers
-        least_prompt = 2 * self.block_length if self._num_prefill_tokens else 1
         trace = synthesize(
             preset,
             num_layers=num_layers,
             num_experts=shape.num_experts,
             top_k=shape.top_k,
             expert_bytes=shape.expert_bytes,
-            block_length=self.block_length,
-            num_requests=_NUM_REQUESTS,
-            prompt_tokens=min(max(self.prompt_tokens, least_prompt), _MAX_TRACE_PROMPT),
-            answer_tokens=max(_ANSWER_TOKENS, 2 * self.block_length),
+            **self._request_changes(),
             **text.changes(preset),
         )
         residency = self.times.residency
@@ -506,6 +546,9 @@ class _Replay:
             self.work.clear()
             report = run(policy)
         self.num_tokens = report.num_tokens
+        if self.denoising.tokens_per_step:
+            num_steps = sum(work.context.is_denoise for work in self.work.values())
+            self.num_tokens = self.denoising.tokens_per_step * num_steps
         wasted = report.wasted_prefetched_bytes / shape.expert_bytes
         self.wasted_per_forward = self.scale * wasted / max(1, report.num_forwards)
         return policy
@@ -529,31 +572,70 @@ class _Replay:
         work.num_copies += 0 if holds_all else len(plan.load_ids) + len(plan.staged_ids)
         work.num_cpu_runs += len(plan.cpu_ids)
 
+    def _request_changes(self) -> dict[str, Any]:
+        """Lengths of the traced requests, which are shorter than those predicted for."""
+        length, is_canvas = self._traced_block, bool(self.denoising.canvas_tokens)
+        least_prompt = 2 * length if self._num_prefill_tokens else 1
+        answer = _CANVAS_ANSWER_TOKENS if is_canvas else max(_ANSWER_TOKENS, 2 * length)
+        return {
+            "is_canvas": is_canvas,
+            "block_length": length,
+            # A part of a token accepts none: then steps are more than tokens.
+            "tokens_per_step": ceil(self.denoising.tokens_per_step),
+            "num_requests": _NUM_CANVAS_REQUESTS if is_canvas else _NUM_REQUESTS,
+            "prompt_tokens": min(max(self.prompt_tokens, least_prompt), _MAX_TRACE_PROMPT),
+            "answer_tokens": answer,
+        }
+
+    @property
+    def _traced_block(self) -> int:
+        length = self.denoising.block_length
+        return min(length, _CANVAS_ANSWER_TOKENS) if self.denoising.canvas_tokens else length
+
     @property
     def _num_prefill_tokens(self) -> int:
-        """Tokens of the prompt's whole blocks; the rest is part of the first block."""
-        return self.prompt_tokens // self.block_length * self.block_length
+        """Tokens of the prompt's whole blocks; the rest is part of the first block. A canvas takes
+        its prompt along in every forward."""
+        length = self.denoising.block_length
+        return 0 if self.denoising.canvas_tokens else self.prompt_tokens // length * length
 
     def _row_scale(self, context: ForwardContext) -> float:
-        """Traced prompts are short: each expert of a longer one meets so many times more rows."""
+        """Traced requests are short: each expert of longer ones meets so many times more rows."""
+        if self.denoising.canvas_tokens:
+            return (self.prompt_tokens + self.denoising.canvas_tokens) / context.num_tokens
         if not context.is_prefill:
             return 1.0
         return min(self._num_prefill_tokens, _MAX_PREFILL_TOKENS) / context.num_tokens
 
+    def _num_logits(self, context: ForwardContext) -> float:
+        """Masks of the block at work; decoding looks at no other position."""
+        if not context.is_denoise:
+            return 0.0
+        length, states = self._traced_block, context.token_state
+        masked = np.flatnonzero(states == TokenState.MASKED)
+        if self.denoising.canvas_tokens and len(masked):
+            num_prompt = int((states == TokenState.PROMPT).sum())
+            end = num_prompt + ((masked[0] - num_prompt) // length + 1) * length
+            masked = masked[masked < end]
+        return len(masked) * self.denoising.block_length / length
+
+    def _num_positions(self, context: ForwardContext) -> float:
+        """Keys and values that a forward's tokens look at."""
+        if self.denoising.canvas_tokens:
+            return self.prompt_tokens + self.denoising.canvas_tokens
+        if context.is_prefill:
+            return self._num_prefill_tokens / 2
+        return self.prompt_tokens + _ANSWER_TOKENS / 2
+
     def _lanes(self, work: _Work) -> _Lanes:
         times, context = self.times, work.context
         num_copies = self.scale * work.num_copies + self.wasted_per_forward
-        if context.is_prefill:
-            num_tokens = context.num_tokens * self._row_scale(context)
-            num_logits, num_positions = 0, self._num_prefill_tokens / 2
-        else:
-            num_tokens, num_positions = context.num_tokens, self.prompt_tokens + _ANSWER_TOKENS / 2
-            num_logits = sum(row.num_tokens for row in context.rows if row.phase == Phase.DENOISE)
+        num_tokens = context.num_tokens * self._row_scale(context)
         device_s = (
             self.scale * work.device_s
             + times.body_s(num_tokens)
-            + times.head_s(num_logits)
-            + times.attention_s(num_tokens, num_positions)
+            + times.head_s(self._num_logits(context))
+            + times.attention_s(num_tokens, self._num_positions(context))
             + times.software_s(num_copies)
         )
         round_trips_s = self.scale * work.num_cpu_layers * times.hardware.activation_round_trip_s
@@ -587,7 +669,7 @@ class _Replay:
             loads_per_forward=mean("num_copies") + self.wasted_per_forward,
             cpu_runs_per_forward=mean("num_cpu_runs"),
             forward_low_s=float(np.mean(lows)),
-            forward_high_s=(sum(highs) + commits_s) / len(denoise),
+            forward_high_s=float(np.mean(highs)),
             tpot_low_s=sum(lows) / self.num_tokens,
             tpot_high_s=(sum(highs) + commits_s) / self.num_tokens,
             ttft_low_s=ttft_low_s,
@@ -633,12 +715,13 @@ class _Replay:
         ids = [i for i, work in self.work.items() if work.context.is_denoise]
         mean = self._mean_over(ids)
         contexts = [self.work[i].context for i in ids]
-        num_tokens = float(np.mean([context.num_tokens for context in contexts]))
+        num_tokens = float(np.mean([c.num_tokens * self._row_scale(c) for c in contexts]))
+        head_s = float(np.mean([times.head_s(self._num_logits(c)) for c in contexts]))
         expert_bytes = sizes.shape.expert_bytes
         device = "GPU" if times.is_gpu else "compute"
         num_cpu = mean("num_cpu_runs")
         num_copies = mean("num_copies") + self.wasted_per_forward
-        positions = self.prompt_tokens + _ANSWER_TOKENS / 2
+        positions = self._num_positions(contexts[0])
         terms = [
             _term(
                 device, "active experts", (mean("num_active") - num_cpu) * expert_bytes,
@@ -648,7 +731,7 @@ class _Replay:
                 device, "attention, routers, shared experts", sizes.body_bytes,
                 times.body_s(num_tokens),
             ),
-            _term(device, "output head, sampling", sizes.head_bytes, times.head_s(num_tokens)),
+            _term(device, "output head, sampling", sizes.head_bytes, head_s),
             _term(
                 device, "keys and values", sizes.kv_bytes_per_token * positions,
                 times.attention_s(num_tokens, positions),

@@ -17,7 +17,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ import torch
 from oled_moe.checkpoint import INDEX_NAME
 from oled_moe.config import format_size
 from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
-from oled_moe.models import find_family
-from oled_moe.store import PAGE_BYTES, drop_cached, memory_of
+from oled_moe.models import Family, ModelConfig, find_family
+from oled_moe.store import PAGE_BYTES, ExpertPart, drop_cached, memory_of
 
 # Marks config.json and every shard; a change of names, values or layout needs another number.
 VERSION = 1
@@ -104,22 +104,29 @@ def checkpoint_shards(config: Mapping[str, Any]) -> list[ShardSpec]:
     dense.sort(key=lambda tensor: tensor.num_bytes % PAGE_BYTES != 0)
     num_files = 1 + model.num_moe_layers
     shards = [ShardSpec(_shard_name(1, num_files), tuple(dense))]
-    first_layer = model.num_layers - model.num_moe_layers
-    size = (model.moe_intermediate_size, model.hidden_size)
-    for layer in range(model.num_moe_layers):
-        prefix = f"model.layers.{first_layer + layer}.mlp.experts"
-        tensors = tuple(
-            TensorSpec(f"{prefix}.{expert}.{matrix}_proj.weight", shape)
-            for expert in range(model.num_experts)
-            for matrix, shape in (("gate", size), ("up", size), ("down", size[::-1]))
-        )
-        shards.append(ShardSpec(_shard_name(2 + layer, num_files), tensors))
-    weight_map = family.weight_map(model)
-    for shard in shards:
-        for tensor in shard.tensors:
-            # A family with other names would need a writer of its own.
-            assert weight_map(tensor.name) is not None
+    for number, prefix in enumerate(_expert_prefixes(family, model), start=2):
+        tensors = tuple(_expert_tensors(prefix, model))
+        shards.append(ShardSpec(_shard_name(number, num_files), tensors))
+    assert len(shards) == num_files, "a family with other names would need a writer of its own"
     return shards
+
+
+def _expert_prefixes(family: Family, model: ModelConfig) -> Iterator[str]:
+    """What the names of the experts of each MoE layer begin with; the family knows its layers."""
+    weight_map = family.weight_map(model)
+    for layer in range(model.num_layers):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        with suppress(KeyError, CheckpointError):
+            if isinstance(weight_map(f"{prefix}.0.gate_proj.weight"), ExpertPart):
+                yield prefix
+
+
+def _expert_tensors(prefix: str, model: ModelConfig) -> Iterator[TensorSpec]:
+    """The matrices of all experts of a layer, each expert's side by side."""
+    size = (model.moe_intermediate_size, model.hidden_size)
+    for expert in range(model.num_experts):
+        for matrix, shape in (("gate", size), ("up", size), ("down", size[::-1])):
+            yield TensorSpec(f"{prefix}.{expert}.{matrix}_proj.weight", shape)
 
 
 def checkpoint_bytes(config: Mapping[str, Any]) -> int:

@@ -92,7 +92,8 @@ def _synthetic(spec: str, shape: MoeShape, num_forwards: int) -> Replay:
         )
     changes: dict[str, Any] = dict(_synthesis_values(spec, given))
     changes.update({name: getattr(shape, name) for name in _OF_THE_SHAPE})
-    num_requests = 4
+    # One of a canvas holds many forwards, each of many tokens.
+    num_requests = 1 if PRESETS[preset].is_canvas else 4
     while True:
         # Requests come one after another: more of them leave the first as they are.
         trace = synthesize(preset, **{"num_requests": num_requests, **changes})
@@ -102,7 +103,8 @@ def _synthetic(spec: str, shape: MoeShape, num_forwards: int) -> Replay:
             break
         num_requests *= 2
     words = (
-        f"synthetic, preset {preset}, blocks of {trace.block_length}, {shape.num_layers} MoE "
+        f"synthetic, preset {preset}, blocks of {trace.block_length}"
+        f"{' in canvases' if PRESETS[preset].is_canvas else ''}, {shape.num_layers} MoE "
         f"layer{'' if shape.num_layers == 1 else 's'} of {shape.num_experts} experts"
     )
     return Replay(trace, words)
@@ -114,7 +116,7 @@ def _synthesis_values(spec: str, given: Mapping[str, str]) -> Iterator[tuple[str
     # None by default, a number otherwise.
     kinds: dict[str, type] = {name: type(value) for name, value in defaults.items()}
     kinds["settle"] = float
-    known = [name for name in kinds if name not in _OF_THE_SHAPE]
+    known = [name for name in kinds if name not in (*_OF_THE_SHAPE, "is_canvas")]
     for key, text in given.items():
         name = _ALIASES.get(key, key)
         if name not in known:
@@ -208,8 +210,8 @@ class Replayer:
     """Drives an engine through the forwards of a trace, in order, each once.
 
     The engine is one that has run nothing yet, and runs nothing else meanwhile.
-    Raises: TraceError for a trace that is not one of block diffusion over a prefix, ConfigError
-    for a policy that looks at what a replay does not have.
+    Raises: TraceError for a trace of neither block diffusion over a prefix nor whole canvases,
+    ConfigError for a policy that looks at what a replay does not have.
     """
 
     def __init__(self, engine: Engine, trace: RoutingTrace, *, seed: int = 0) -> None:
@@ -220,8 +222,9 @@ class Replayer:
         # Where the keys and values of each sequence end, those of its block at work included.
         self._written: dict[int, int] = {}
         self._num_positions = positions_of_requests(trace)
-        greedy = SamplingParams(block_length=trace.block_length, temperature=0.0)
-        self._params = DecodingParams.resolve(greedy.with_defaults(engine.sampling_defaults))
+        self._params = DecodingParams.resolve(
+            SamplingParams(temperature=0.0).with_defaults(engine.sampling_defaults)
+        )
         self._random = np.random.default_rng(seed)
         self._is_recorded = trace.source == "recorded"
         self._observed = _Observed()
@@ -330,7 +333,7 @@ class Replayer:
             if end - start != row.num_tokens or start != ends.get(row.request_id, kv.length):
                 raise TraceError(
                     f"forward {forward.context.forward_id}: its rows do not follow one another in "
-                    "their sequences; a replay needs block diffusion over a prefix"
+                    "their sequences; a replay needs block diffusion over a prefix, or canvases"
                 )
             ends[row.request_id] = end
             segments.append(
@@ -349,9 +352,10 @@ class Replayer:
     def _logit_tokens(self, forward: TraceForward, here: slice) -> torch.Tensor:
         """Those that were looked at when it was recorded; a synthetic trace says of more tokens
         how sure a model would be, but decoding looks at masks alone."""
-        is_wanted = forward.context.token_state[here] == TokenState.MASKED
+        is_told = ~np.isnan(forward.outcome.token_confidence[here])
+        is_wanted = is_told & (forward.context.token_state[here] == TokenState.MASKED)
         if self._is_recorded or not is_wanted.any():
-            is_wanted = ~np.isnan(forward.outcome.token_confidence[here])
+            is_wanted = is_told
         return torch.from_numpy(is_wanted.nonzero()[0])
 
     def _observe(self, demand: LayerDemand, plan: LayerPlan) -> None:

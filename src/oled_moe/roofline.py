@@ -41,7 +41,9 @@ from oled_moe.types import IntArray
 
 QUEUE_DEPTHS = (1, 2, 4, 8)
 _HEAD = "lm_head.weight"
-_EMBEDDING = "model.word_embeddings.weight"
+_EMBEDDINGS = ("model.word_embeddings.weight", "model.embed_tokens.weight")
+# Products that make queries, keys and values; families run them as one.
+_PROJECTIONS = ("query_key_value", ".q_proj.", ".k_proj.", ".v_proj.")
 # Memory that is left to others while the streaming read is measured.
 _SPARE_BYTES = 2**30
 # Large enough for a GPU; what takes a CPU too long is left out.
@@ -113,11 +115,11 @@ class ModelWork:
         """How many tokens meet a parameter."""
         if name == _HEAD:
             return work.num_logits
-        if name == _EMBEDDING:
+        if name in _EMBEDDINGS:
             return 0 if _HEAD in self.shapes else work.num_logits
         if name.startswith(f"model.layers.{self.num_layers - 1}."):
             # Keys and values are written for every token, whoever needs the layer's result.
-            is_for_all = "query_key_value" in name
+            is_for_all = any(part in name for part in _PROJECTIONS)
             return work.num_tokens if is_for_all else work.num_last_tokens
         return work.num_tokens
 

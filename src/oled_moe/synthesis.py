@@ -36,6 +36,8 @@ from oled_moe.traces import RoutingTrace, TraceRequest
 from oled_moe.types import BoolArray, IntArray, MoeShape, Phase, TokenState
 
 WORKLOADS = ("math", "code", "quiz")
+# RND1's block is its whole answer, by default 256 tokens.
+MAX_BLOCK_LENGTH = 1024
 # Longest prompt part in one forward, as the engine's.
 _MAX_PREFILL_TOKENS = 2048
 # Prompt tokens routed together: bounds memory.
@@ -60,8 +62,10 @@ class SynthesisParams:
     `dispersion` is a + b of the beta distribution it is drawn from. `flip` is what a token keeps
     less in the forward after its acceptance, `settle` what it keeps more later on; None sets
     `settle` so that confidence alone still gives `stability_high` on the whole. `ease` shifts
-    the logit of confidence: easier text takes fewer steps. `model_seed` draws the model, `seed`
-    the requests. `workload` is one of WORKLOADS, or mixed: each in turn.
+    the logit of confidence: easier text takes fewer steps. `tokens_per_step`: how many a step
+    accepts, the surest; 0 takes the threshold. With `is_canvas` every forward holds prompt, answer
+    and all masks, and blocks follow the prompt. `model_seed` draws the model, `seed` the requests.
+    `workload` is one of WORKLOADS, or mixed: each in turn.
     """
 
     num_layers: int = 20
@@ -88,16 +92,18 @@ class SynthesisParams:
     flip: float = 0.15
     settle: float | None = None
     ease: float = 2.8
+    tokens_per_step: int = 0
+    is_canvas: bool = False
     model_seed: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_int("num_experts", self.num_experts, minimum=1, maximum=2**15 - 1)
         check_int("top_k", self.top_k, minimum=1, maximum=self.num_experts)
-        check_int("block_length", self.block_length, minimum=1, maximum=64)
+        check_int("block_length", self.block_length, minimum=1, maximum=MAX_BLOCK_LENGTH)
         for name in ("num_layers", "expert_bytes", "num_requests", "answer_tokens", "batch_size"):
             check_int(name, getattr(self, name), minimum=1)
-        for name in ("prompt_tokens", "model_seed", "seed"):
+        for name in ("prompt_tokens", "tokens_per_step", "model_seed", "seed"):
             check_int(name, getattr(self, name), minimum=0)
         check_choice("workload", self.workload, (*WORKLOADS, "mixed"))
         limits = {"sharpness": 20.0, "heterogeneity": 2.0, "dispersion": 1e6}
@@ -147,6 +153,38 @@ PRESETS: Mapping[str, SynthesisParams] = {
         popularity=0.06,
         topic=0.08,
         role=0.84,
+    ),
+    # Of these the paper gives reuse from step to step, which is that of mini, and nobody how many
+    # experts are active: shares of the variance are mini's, an assumption.
+    "sdar-30b": SynthesisParams(
+        num_layers=48,
+        num_experts=128,
+        expert_bytes=9437184,
+        model_type="sdar_moe",
+        model_name="synthetic sdar-30b",
+        block_length=4,
+    ),
+    "rnd1": SynthesisParams(
+        num_layers=48,
+        num_experts=128,
+        expert_bytes=9437184,
+        model_type="rnd1",
+        model_name="synthetic rnd1",
+        block_length=256,
+        answer_tokens=256,
+        num_requests=1,
+        tokens_per_step=1,
+        is_canvas=True,
+    ),
+    "llada-moe-7b": SynthesisParams(
+        num_layers=16,
+        num_experts=64,
+        expert_bytes=12582912,
+        model_type="llada",
+        model_name="synthetic llada-moe-7b",
+        block_length=32,
+        num_requests=3,
+        is_canvas=True,
     ),
 }
 
@@ -233,7 +271,10 @@ class _Request:
         self.num_prompt_tokens = int(params.prompt_tokens * rng.uniform(0.67, 1.33))
         num_answer = max(1, int(params.answer_tokens * rng.uniform(0.67, 1.33)))
         length = params.block_length
-        num_positions = -(-(self.num_prompt_tokens + num_answer) // length) * length
+        # Blocks of a canvas begin where the prompt ends.
+        origin = self.num_prompt_tokens % length if params.is_canvas else 0
+        num_in_blocks = self.num_prompt_tokens - origin + num_answer
+        num_positions = origin + -(-num_in_blocks // length) * length
         self.num_generated_tokens = num_positions - self.num_prompt_tokens
         self._token_ids = rng.integers(0, _VOCABULARY, num_positions)
         size = (params.num_layers, params.num_experts)
@@ -246,6 +287,9 @@ class _Request:
 
     def rows(self) -> Iterator[_Row]:
         """In the order in which the engine would run them."""
+        if self._params.is_canvas:
+            yield from self._canvas()
+            return
         length = self._params.block_length
         prompt_end = self.num_prompt_tokens // length * length
         chunk = max(length, _MAX_PREFILL_TOKENS // length * length)
@@ -288,7 +332,7 @@ class _Request:
         step_id = 0
         while True:
             is_masked = states == TokenState.MASKED
-            confidence = self._confidence(ease, is_masked)
+            confidence = self._confidence(ease, is_masked, 1 - is_masked.mean())
             accepted = self._accept(confidence, is_masked)
             yield self._row(
                 block_id, step_id, Phase.DENOISE, start, states.copy(), shown.copy(),
@@ -311,6 +355,45 @@ class _Request:
                     block_id, step_id, Phase.COMMIT, start, states, shown, ids, affinity
                 )
                 return
+
+    def _canvas(self) -> Iterator[_Row]:
+        """Every position in every forward, and the answer's blocks one after another.
+
+        Nothing is told of how sure a model would be outside the block at work.
+        """
+        params, rng = self._params, self._rng
+        length, size, num_prompt = params.block_length, len(self._token_ids), self.num_prompt_tokens
+        states = np.full(size, TokenState.MASKED, dtype=np.uint8)
+        states[:num_prompt] = TokenState.PROMPT
+        shown = np.where(states == TokenState.PROMPT, self._token_ids, -1)
+        ease = rng.normal(params.ease + _WORKLOAD_EASE[self.workload], 2.2, size)
+        roles = self._block_roles(size)
+        own = rng.standard_normal((size, *self._roles_RLE.shape[1:]), dtype=np.float32)
+        own[:num_prompt] = self._model.tokens[self._token_ids[:num_prompt]]
+        slowness = self._slowness(roles, own)
+        ids, affinity = self._first_routes(self._race(slowness))
+        for start in range(num_prompt, size, length):
+            block = slice(start, start + length)
+            for step_id in range(length):
+                is_masked = states == TokenState.MASKED
+                filled = 1 - is_masked[block].mean()
+                confidence = self._confidence(ease, is_masked, filled)
+                accepted = np.zeros(size, dtype=np.bool_)
+                accepted[block] = self._accept(confidence[block], is_masked[block])
+                told = np.full(size, np.nan, dtype=np.float32)
+                told[block] = confidence[block]
+                yield self._row(
+                    start // length, step_id, Phase.DENOISE, 0, states.copy(), shown.copy(),
+                    ids, affinity, told, accepted,
+                )  # fmt: skip
+                keep = self._keep_probability(confidence, is_masked, accepted)
+                own[accepted] = self._model.tokens[self._token_ids[accepted]]
+                slowness[accepted] = self._slowness(roles[accepted], own[accepted])
+                ids, affinity = self._next_routes(ids, affinity, slowness, keep)
+                states[accepted] = TokenState.COMMITTED
+                shown[accepted] = self._token_ids[accepted]
+                if not (states[block] == TokenState.MASKED).any():
+                    break
 
     # Routes
 
@@ -384,17 +467,23 @@ class _Request:
 
     # Decoding
 
-    def _confidence(self, ease: npt.NDArray[np.float64], is_masked: BoolArray) -> Array32:
+    def _confidence(
+        self, ease: npt.NDArray[np.float64], is_masked: BoolArray, filled: float
+    ) -> Array32:
         """Of this forward's logits: masked tokens gain as the block fills, others are sure."""
         rng, size = self._rng, len(ease)
-        filled = 1 - is_masked.mean()
         logit = ease - 1.2 + 4.0 * filled + rng.normal(0, 0.5, size)
         sure = 1 - rng.beta(1, 24, size)
         confidence = np.where(is_masked, 1 / (1 + np.exp(-logit)), sure)
         return confidence.astype(np.float32)
 
     def _accept(self, confidence: Array32, is_masked: BoolArray) -> BoolArray:
-        """Masked tokens at or above the threshold, the surest one at least."""
+        """Masked tokens at or above the threshold, the surest one at least; or so many a step."""
+        if self._params.tokens_per_step:
+            sure_first = np.argsort(np.where(is_masked, -confidence, np.inf))
+            chosen = np.zeros(len(is_masked), dtype=np.bool_)
+            chosen[sure_first[: self._params.tokens_per_step]] = True
+            return chosen & is_masked
         accepted: BoolArray = is_masked & (confidence >= self._params.threshold)
         if is_masked.any() and not accepted.any():
             accepted[np.where(is_masked, confidence, -1).argmax()] = True
