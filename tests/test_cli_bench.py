@@ -224,7 +224,7 @@ def test_demo_live(run: Run, tmp_path: Path) -> None:
 @pytest.fixture
 def tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A shape that only tests know, limits measured on little; where its weights come to lie."""
-    shape = Shape("tiny", TINY, note="tiny is a test.")
+    shape = Shape("tiny", TINY, num_dense_layers=1, note="tiny is a test.")
     monkeypatch.setattr(oled_moe.shapes, "SHAPES", {"tiny": shape})
     monkeypatch.setattr(oled_moe.random_checkpoint, "_POOL_VALUES", 2**16)
 

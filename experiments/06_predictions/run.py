@@ -2,6 +2,7 @@
 
     python -m experiments.06_predictions.run                 # both parts
     python -m experiments.06_predictions.run --only demo     # or shape; the other's rows stay
+    python -m experiments.06_predictions.run --predict-only  # again, of what the rows measured
 
 Writes results/raw/06_predictions.jsonl and the README's tables. Rows are of these `part`s: demo
 (the bundled model answering questions) and shape (LLaDA2-mini's sizes with random weights and
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from oled_moe.demo_screen import load_questions, pick_questions
 from oled_moe.engine import find_model
 from oled_moe.inspection import Question, check_machine
 from oled_moe.outlook import open_sizes, outlook, this_machine
+from oled_moe.shapes import find_shape
 from oled_moe.types import ForwardOutcome, LayerDemand, LayerPlan
 
 STUDY = "06_predictions"
@@ -41,6 +44,7 @@ NUM_QUESTIONS, NUM_WARMUP, MAX_TOKENS = 8, 2, 96
 THRESHOLDS = {"slow": 1.0, "default": 0.95}
 SHAPE, MOE_LAYERS, NUM_FORWARDS = "llada2-mini", 5, 40
 REPLAY = "synth:llada2-mini:block=32"
+SHAPE_PROMPT_TOKENS = 96
 SHAPE_CAPACITIES, SHAPE_POLICIES = (256, 100, 64), ("oled", "oled+prefetch")
 
 
@@ -147,9 +151,13 @@ def demo_rows() -> Iterator[Row]:
                 }
 
 
+def chosen_questions() -> list[Any]:
+    return pick_questions(load_questions(find_model("demo")), NUM_QUESTIONS + NUM_WARMUP)
+
+
 def run_demo(config: EngineConfig, threshold: float) -> Row:
     """Medians of forwards and first tokens, means of the rest; the first questions not counted."""
-    questions = pick_questions(load_questions(find_model("demo")), NUM_QUESTIONS + NUM_WARMUP)
+    questions = chosen_questions()
     watch, stats, lengths = Stopwatch(), [], []
     with Engine("demo", config) as engine:
         num_layers = engine.model_config.num_moe_layers
@@ -186,12 +194,17 @@ def run_demo(config: EngineConfig, threshold: float) -> Row:
 # LLaDA2-mini's shape
 
 
-def shape_rows() -> Iterator[Row]:
-    from oled_moe.shapes import SHAPES
-
+@contextmanager
+def shape_folder() -> Iterator[str]:
+    """A directory with the shape's config.json alone."""
     with tempfile.TemporaryDirectory() as folder:
-        config_path = Path(folder) / "config.json"
-        config_path.write_text(json.dumps(SHAPES[SHAPE].config_with(MOE_LAYERS)))
+        config = find_shape(SHAPE).config_with(MOE_LAYERS)
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield folder
+
+
+def shape_rows() -> Iterator[Row]:
+    with shape_folder() as folder:
         runs = [
             (policy, run)
             for policy in SHAPE_POLICIES
@@ -201,7 +214,7 @@ def shape_rows() -> Iterator[Row]:
         for policy, run in runs:
             capacity = float(run["experts_per_layer"])
             config = EngineConfig(experts_per_layer=capacity, policy=policy, force=True)
-            prediction = predicted(folder, config, profile, prompt_tokens=96)
+            prediction = predicted(folder, config, profile, SHAPE_PROMPT_TOKENS)
             yield {
                 "part": "shape",
                 "model": f"{SHAPE}, {MOE_LAYERS} MoE layers",
@@ -240,6 +253,46 @@ def bench_shape(policy: str, capacities: Sequence[int]) -> list[Mapping[str, Any
         raise SystemExit(f"bench --shape failed: {done.stderr.strip()[-500:]}")
     runs: list[Mapping[str, Any]] = json.loads(done.stdout)["runs"]
     return runs
+
+
+# The same measurements, predicted again
+
+
+def predicted_again(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows with what the present code predicts, by each row's own profile of its machine."""
+    with Engine("demo") as engine, shape_folder() as folder:
+        assert engine.tokenizer is not None
+        lengths = []
+        for question in chosen_questions()[NUM_WARMUP:]:
+            messages = [{"role": "user", "content": question.text}]
+            text = engine.tokenizer.apply_chat_template(messages)
+            lengths.append(len(engine.tokenizer.encode(text)))
+        demo_prompt = round(sum(lengths) / len(lengths))
+        for row in rows:
+            profile = HardwareProfile.from_dict(row["hardware"])
+            if row["part"] == "demo":
+                config = EngineConfig(
+                    expert_memory=row["share"], policy=row["policy"], hardware=profile
+                )
+                prediction = predicted("demo", config, profile, demo_prompt)
+                changes: Row = {
+                    "predicted_tokens_per_forward": prediction["tokens_per_forward"],
+                    "predicted_active": [e["active_per_layer"] for e in prediction["texts"]],
+                }
+            else:
+                config = EngineConfig(
+                    experts_per_layer=row["capacity"], policy=row["policy"], force=True
+                )
+                prediction = predicted(folder, config, profile, SHAPE_PROMPT_TOKENS)
+                changes = {"predicted_bound": prediction["bound"], "terms": prediction["terms"]}
+            hit_rates = [each["hit_rate"] for each in prediction["texts"]]
+            yield {
+                **row,
+                **changes,
+                **compared(row["what"], prediction, row["measured_s"]),
+                "predicted_hit_rates": hit_rates,
+                "predicted_by": provenance()["commit"],
+            }
 
 
 # Tables
@@ -322,11 +375,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=f"python -m experiments.{STUDY}.run")
     parser.add_argument("--only", choices=PARTS, help="the other part's rows stay as they are")
     parser.add_argument("--tables-only", action="store_true")
+    parser.add_argument("--predict-only", action="store_true", help="measured values stay")
     parser.add_argument("--out", type=Path, default=RAW)
     arguments = parser.parse_args()
     folder: Path = arguments.out
     rows = read_study(STUDY, folder) if study_path(STUDY, folder).is_file() else []
-    if not arguments.tables_only:
+    if arguments.predict_only:
+        rows = write_rows(STUDY, list(predicted_again(rows)), folder)
+        os.replace(rows_path(STUDY, folder), study_path(STUDY, folder))
+    elif not arguments.tables_only:
         common = {"experiment": STUDY, "version": 1, **provenance()}
         for part in PARTS if arguments.only is None else (arguments.only,):
             made = [{**common, **row} for row in MAKERS[part]()]
