@@ -1,6 +1,6 @@
 """The tables of docs/models.md: sizes of every shape, and what of it fits where, how fast.
 
-    python benchmarks/models.py                  # computes all rows, minutes; writes rows and tables
+    python benchmarks/models.py                  # computes all rows, which takes minutes
     python benchmarks/models.py --only sizes     # or fits; the other's rows stay
     python benchmarks/models.py --tables-only    # the tables, from rows alone
     python benchmarks/models.py --take FILE      # rows of `oled-moe bench --shape --save FILE`, too
@@ -47,8 +47,8 @@ FORMS = ("bf16", "int8", "int4")
 _TAKEN = (
     "benchmark", "shape", "replay", "block_length", "device", "dtype", "num_moe_layers", "policy",
     "experts_per_layer", "num_forwards", "num_warmup", "hit_rate", "miss_bytes_per_forward",
-    "active_experts_per_forward", "forward_s_median", "forward_s_ci", "roofline_s", "peak_rss_bytes",
-    "plan_bytes", "is_idle", "other_busy_cores", "versions",
+    "active_experts_per_forward", "forward_s_median", "forward_s_ci", "roofline_s",
+    "peak_rss_bytes", "plan_bytes", "is_idle", "other_busy_cores", "versions",
 )  # fmt: skip
 
 Row = dict[str, Any]
@@ -237,7 +237,9 @@ def _packed_cell(row: Row) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 1 else f"{1e3 * seconds:.2g} ms".replace("e+02", "00")
+    """Two digits, in a unit that needs no zeros before them."""
+    scale, unit = (1, "s") if seconds >= 0.995 else (1e3, "ms")
+    return f"{float(f'{scale * seconds:.2g}'):g} {unit}"
 
 
 def _runs_table() -> str:

@@ -1,4 +1,4 @@
-"""docs/models.md: its tables are those of the committed rows, and the rows are what code computes."""
+"""docs/models.md: its tables are those of the committed rows, and rows are what code computes."""
 
 import sys
 from pathlib import Path
