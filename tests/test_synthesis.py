@@ -205,7 +205,7 @@ def test_other_presets_reuse_as_the_paper_says(preset: str, changes: dict[str, A
     adjacent = stats.gaps[0].overlap
     assert adjacent is not None and adjacent >= (0.85 if PRESETS[preset].is_canvas else 0.70)
     share = stats.activation.mean / PRESETS[preset].num_experts
-    assert (share > 0.7) == PRESETS[preset].is_canvas
+    assert (share > 0.5) == PRESETS[preset].is_canvas
 
 
 def test_long_prompts_are_prefilled_in_parts() -> None:

@@ -154,8 +154,7 @@ PRESETS: Mapping[str, SynthesisParams] = {
         topic=0.08,
         role=0.84,
     ),
-    # Of these the paper gives reuse from step to step, which is that of mini, and nobody how many
-    # experts are active: shares of the variance are mini's, an assumption.
+    # How many experts these activate nobody has published: parameters are mini's, an assumption.
     "sdar-30b": SynthesisParams(
         num_layers=48,
         num_experts=128,
