@@ -20,7 +20,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "2a": ("traces", "trace_stats", "synthesis", "simulator", "virtual_clock", "prediction"),
     "2b": ("lanes", "store", "slots", "kernels", "cuda", "cuda_graphs", "cuda_memory"),
     "3": ("layers", "kv_cache", "experts", "models", "checkpoint"),
-    "4": ("sampling", "unmasking", "closing", "constrained", "decoding", "canvas"),
+    "4": ("edits", "sampling", "unmasking", "closing", "constrained", "decoding", "canvas"),
     "5": (
         "tokenization",
         "chat_template",

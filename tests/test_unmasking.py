@@ -50,8 +50,9 @@ def state_of(*, masked: str) -> BlockState:
 
 
 def block_params(algorithm: str, length: int, **values: Any) -> DecodingParams:
-    """Parameters of an answer of one block."""
-    return params(algorithm=algorithm, block_length=length, max_tokens=length, **values)
+    """Parameters of an answer of one block. Control tokens are none that is guessed here."""
+    ids = {"delete_token_id": 8, "split_token_id": 9} if algorithm == "levenshtein" else {}
+    return params(algorithm=algorithm, block_length=length, max_tokens=length, **ids, **values)
 
 
 def guesses_of(best_ids: IntArray, confidence: ConfidenceArray) -> Guesses:

@@ -45,7 +45,11 @@ POLICY_NAMES = (
 )
 MODEL_HELP = "`demo`, a directory, or a hub id ORG/NAME that is in the local cache."
 # The names that SGLang gives the decoding loops.
-_ALGORITHM_ALIASES = {"LowConfidence": "low_confidence", "JointThreshold": "joint_threshold"}
+_ALGORITHM_ALIASES = {
+    "LowConfidence": "low_confidence",
+    "JointThreshold": "joint_threshold",
+    "JointThresholdInDel": "levenshtein",
+}
 
 
 # Of each group at most one may be set.
@@ -228,6 +232,12 @@ class SamplingFlags:
     ] = None
     pad_token_id: Annotated[
         int | None, _decoding("--pad-token-id", help="Where the checkpoint does not say.")
+    ] = None
+    delete_token_id: Annotated[
+        int | None, _decoding("--delete-token-id", help="levenshtein: where config.json is silent.")
+    ] = None
+    split_token_id: Annotated[
+        int | None, _decoding("--split-token-id", help="levenshtein: where config.json is silent.")
     ] = None
     greedy: Annotated[
         bool | None,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from oled_moe.config import DecodingParams, format_size
+from oled_moe.config import TRAINED_ALGORITHMS, DecodingParams, format_size
 
 if TYPE_CHECKING:
     from oled_moe.engine import Engine, GenerationResult
@@ -49,7 +49,7 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
     runs_on_cpu = config.cpu_experts and has_host_experts and not plan.holds_all_experts
     loop = f"{decoding.algorithm}, block length {decoding.block_length}"
     loop += f", threshold {decoding.threshold:g}"
-    if decoding.algorithm == "joint_threshold":
+    if decoding.algorithm in TRAINED_ALGORITHMS:
         loop += f", edit threshold {decoding.edit_threshold:g}"
     if decoding.canvas_cache != "none":
         loop += f", canvas cache {decoding.canvas_cache} (approximate)"

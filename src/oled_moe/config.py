@@ -23,6 +23,7 @@ _MAX_THREADS = 1024
 ALGORITHMS = (
     "low_confidence",
     "joint_threshold",
+    "levenshtein",
     "sequential",
     "low_confidence_static",
     "low_confidence_dynamic",
@@ -35,13 +36,14 @@ ALGORITHMS = (
     "lowest_entropy",
 )
 # Those that may change or take back tokens that they have accepted.
-EDITING_ALGORITHMS = ("joint_threshold", "hierarchy_remasking")
+EDITING_ALGORITHMS = ("joint_threshold", "levenshtein", "hierarchy_remasking")
 # Those that fill the whole answer as one block.
 ONE_BLOCK_ALGORITHMS = ("lowest_entropy",)
 # Those for models whose answers are made of blocks.
 BLOCK_ALGORITHMS = tuple(name for name in ALGORITHMS if name not in ONE_BLOCK_ALGORITHMS)
-# Of these the ones that ask nothing of a model's training; editing tokens does.
-UNTRAINED_ALGORITHMS = tuple(name for name in BLOCK_ALGORITHMS if name != "joint_threshold")
+# Those that ask a model to have been trained for editing tokens, and the ones that do not.
+TRAINED_ALGORITHMS = ("joint_threshold", "levenshtein")
+UNTRAINED_ALGORITHMS = tuple(name for name in BLOCK_ALGORITHMS if name not in TRAINED_ALGORITHMS)
 # Those that a schedule of steps drives.
 _SCHEDULED = (
     *("low_confidence", "sequential", "low_confidence_static", "low_confidence_dynamic"),
@@ -55,7 +57,9 @@ CANVAS_CACHES = ("none", "prefix", "dual")
 CONFIDENCES = ("raw", "tempered", "filtered")
 # As the reference of each algorithm has it, where it is not "raw".
 _CONFIDENCE_OF = {
-    **dict.fromkeys(("low_confidence", "joint_threshold", "lowest_entropy"), "filtered"),
+    **dict.fromkeys(
+        ("low_confidence", "joint_threshold", "levenshtein", "lowest_entropy"), "filtered"
+    ),
     **dict.fromkeys(
         ("sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded"),
         "tempered",
@@ -255,6 +259,8 @@ class SamplingParams:
     temperature 0 (argmax), no top_k, no top_p, no eos_early_stop; low_threshold 0.4,
     remask_threshold 0.4, credit_alpha 0.7, credit_gamma 0.2, credit_beta 0.8, factor 1,
     eb_threshold 0.35, no eb_gamma. Families bring algorithms of their own.
+    `delete_token_id` and `split_token_id` are control tokens of checkpoints trained for
+    `levenshtein`, which is these checkpoints' default (EDITING_DEFAULTS); no answer holds them.
     `ignore_eos` decodes on past eos and stop ids alike. `stop` are strings that end the answer and
     are not part of it; `stop_token_ids` end it like eos does.
     `greedy` takes each position's likeliest token, so that temperature shapes confidences alone;
@@ -288,6 +294,8 @@ class SamplingParams:
     mask_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+    delete_token_id: int | None = None
+    split_token_id: int | None = None
     grammar: Grammar | None = None
     greedy: bool | None = None
     confidence: str | None = None
@@ -324,6 +332,8 @@ class SamplingParams:
             "mask_token_id": 0,
             "eos_token_id": 0,
             "pad_token_id": 0,
+            "delete_token_id": 0,
+            "split_token_id": 0,
             "canvas_length": 1,
         }
         maxima = {
@@ -378,6 +388,10 @@ class SamplingParams:
         return replace(self, **missing)
 
 
+# How checkpoints that have control tokens are decoded, as their own `generate` has it.
+EDITING_DEFAULTS = SamplingParams(algorithm="levenshtein", threshold=0.5, edit_threshold=0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodingParams:
     """SamplingParams with nothing left open: what the decoding loop works from."""
@@ -401,6 +415,8 @@ class DecodingParams:
     mask_token_id: int
     eos_token_id: int | None
     pad_token_id: int | None
+    delete_token_id: int | None
+    split_token_id: int | None
     grammar: Grammar | None
     greedy: bool
     confidence: str
@@ -421,10 +437,18 @@ class DecodingParams:
         return self.greedy or self.temperature == 0
 
     @property
+    def control_ids(self) -> tuple[int, ...]:
+        """Tokens that are instructions to the decoding loop and never part of an answer."""
+        ids = (self.delete_token_id, self.split_token_id)
+        return tuple(token_id for token_id in ids if token_id is not None)
+
+    @property
     def max_steps(self) -> int:
         """Most forwards that one block takes."""
         if self.algorithm == "joint_threshold":
             return self.block_length + self.max_post_edit_steps
+        if self.algorithm == "levenshtein":
+            return self.steps + self.max_post_edit_steps
         return self.steps if self.algorithm in _SCHEDULED else self.block_length
 
     @classmethod
@@ -444,6 +468,7 @@ class DecodingParams:
             )
         max_tokens = _default(params.max_tokens, 256)
         algorithm = _default(params.algorithm, "low_confidence")
+        _check_control_ids(params, algorithm)
         is_one_block = algorithm in ONE_BLOCK_ALGORITHMS
         if is_one_block and params.block_length not in (None, max_tokens):
             raise ConfigError(
@@ -481,6 +506,8 @@ class DecodingParams:
             mask_token_id=params.mask_token_id,
             eos_token_id=params.eos_token_id,
             pad_token_id=params.pad_token_id,
+            delete_token_id=params.delete_token_id,
+            split_token_id=params.split_token_id,
             grammar=params.grammar,
             greedy=bool(params.greedy),
             confidence=_default(params.confidence, _CONFIDENCE_OF.get(algorithm, "raw")),
@@ -515,6 +542,29 @@ class FamilyDecoding:
     shift: int = 0
     num_reserved: int = 0
     fills_behind_eos: bool = False
+
+
+def _check_control_ids(params: SamplingParams, algorithm: str) -> None:
+    """Raise ConfigError where a loop lacks its control tokens, or one of them means two things."""
+    ids = (params.delete_token_id, params.split_token_id)
+    if algorithm == "levenshtein" and None in ids:
+        raise ConfigError(
+            "algorithm levenshtein needs delete_token_id and split_token_id, which config.json "
+            "of a checkpoint trained for it declares; give another algorithm"
+        )
+    if algorithm == "levenshtein" and params.grammar is not None:
+        raise ConfigError(
+            "a grammar cannot hold while tokens are deleted and inserted by algorithm levenshtein; "
+            "give another algorithm, joint_threshold for one"
+        )
+    given = [token_id for token_id in ids if token_id is not None]
+    taken = (params.mask_token_id, params.eos_token_id, *(params.stop_token_ids or ()))
+    for place, token_id in enumerate(given):
+        if token_id in taken or token_id in given[:place]:
+            raise ConfigError(
+                f"token {token_id} is given as delete_token_id or split_token_id and as another "
+                "special token; each must be a token of its own"
+            )
 
 
 def _is_list(value: object) -> bool:

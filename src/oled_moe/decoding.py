@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from oled_moe.config import DecodingParams
+from oled_moe.edits import moved
 from oled_moe.errors import OledMoeError
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Segment
@@ -282,13 +283,16 @@ class DecodingSequence:
         sequence; a finished block is stored or left to be, and the next one begun.
         """
         state, counters = self._state, self.counters
-        before = state.token_ids.copy()
+        before, was_masked = state.token_ids.copy(), state.is_masked.copy()
         guesses, update = self._settle(logits_NV, best)
         confidence = guesses.confidence
         self._best_ids, self._confidence = guesses.token_ids, confidence
         is_changed = update.accepted | update.edited
         self._block_probability[is_changed] = confidence[is_changed]
         outcome = self._outcome(confidence, update.accepted)
+        if update.sources is not None:
+            self._follow(update.sources)
+            is_changed = (before != state.token_ids) | (was_masked != state.is_masked)
         self._keep_stored()
         counters.num_denoise_forwards += 1
         counters.last_token_s = time.perf_counter()
@@ -300,7 +304,7 @@ class DecodingSequence:
             self._block_start,
             tuple(state.token_ids.tolist()),
             tuple(state.is_masked.tolist()),
-            _changes(before, state, is_changed, confidence, self._block_start),
+            _changes(before, state, is_changed, self._confidence, self._block_start),
             is_done,
             False,
             None,
@@ -310,6 +314,12 @@ class DecodingSequence:
         if is_done:
             self._end_block()
         return self._with_answer(step), outcome
+
+    def _follow(self, sources: IntArray) -> None:
+        """What is known of tokens moves with them. Mutates: the sequence."""
+        self._best_ids = moved(self._best_ids, sources, -1)
+        self._confidence = moved(self._confidence, sources, FRESH_CONFIDENCE)
+        self._block_probability = moved(self._block_probability, sources, 1)
 
     def _keep_stored(self) -> None:
         """Keep what the forward stored of final tokens. Mutates: keys and values."""

@@ -20,6 +20,7 @@ from oled_moe.cache import ExpertCache
 from oled_moe.canvas import new_sequence_of
 from oled_moe.checkpoint import Checkpoint, read_weights
 from oled_moe.config import (
+    EDITING_DEFAULTS,
     ONE_BLOCK_ALGORITHMS,
     DecodingParams,
     EngineConfig,
@@ -575,6 +576,8 @@ class Engine:
         self._check_canvas(resolved, num_prompt_tokens)
         vocab_size = self.model_config.vocab_size
         check_int("mask_token_id", resolved.mask_token_id, minimum=0, maximum=vocab_size - 1)
+        for token_id in resolved.control_ids:
+            check_int("control token id", token_id, minimum=0, maximum=vocab_size - 1)
         if resolved.pad_token_id is not None:
             check_int("pad_token_id", resolved.pad_token_id, minimum=0, maximum=vocab_size - 1)
         for token_id in (resolved.eos_token_id, *resolved.stop_token_ids):
@@ -747,7 +750,8 @@ def sampling_defaults_of(
 ) -> SamplingParams:
     """What the checkpoint says: ids from config.json first, then generation_config.json."""
     from_config: dict[str, Any] = {}
-    for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
+    names = ("mask_token_id", "eos_token_id", "pad_token_id", "delete_token_id", "split_token_id")
+    for name in names:
         value = checkpoint.config.get(name)
         if isinstance(value, int | list) and not isinstance(value, bool):
             from_config[name] = value
@@ -756,7 +760,10 @@ def sampling_defaults_of(
         rest = sampling_from_generation_config(checkpoint.generation_config)
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
-    found = ids.with_defaults(rest).with_defaults(config.decoding.defaults)
+    found = ids.with_defaults(rest)
+    if None not in (found.delete_token_id, found.split_token_id):
+        found = found.with_defaults(EDITING_DEFAULTS)
+    found = found.with_defaults(config.decoding.defaults)
     if tokenizer is not None:
         found = found.with_defaults(
             SamplingParams(

@@ -77,28 +77,59 @@ class _Arguments:
 
 
 def _llada2(args: Values) -> Values:
-    """LLaDA2.0's `generate`, or LLaDA2.1's where one of its own arguments is given."""
+    """LLaDA2.0's `generate`, or LLaDA2.1's or 2.2's where one of its own arguments is given."""
     known = _Arguments("llada2_moe", args)
+    if known.has("delete_token_id", "split_token_id", "max_steps_per_block"):
+        return _llada2_levenshtein(known)
     edits = known.has("editing_threshold", "max_post_steps", "num_to_transfer")
     values = {
         "algorithm": "joint_threshold" if edits else "low_confidence",
+        **_llada2_common(known),
+        "threshold": known.take("threshold", 0.95),
+        "edit_threshold": known.take("editing_threshold", 0.9),
+        "num_to_transfer": known.take("num_to_transfer", 1),
+        "minimal_topk": known.take("minimal_topk", 1),
+    }
+    known.check_names()
+    return values
+
+
+def _llada2_levenshtein(known: "_Arguments") -> Values:
+    """LLaDA2.2's `generate`, whose limit of a block's steps must leave room for ours."""
+    values = {
+        "algorithm": "levenshtein",
+        **_llada2_common(known),
+        "threshold": known.take("threshold", 0.5),
+        "edit_threshold": known.take("editing_threshold", 0.0),
+        "delete_token_id": known.take("delete_token_id"),
+        "split_token_id": known.take("split_token_id"),
+    }
+    most, needed = known.take_whole("max_steps_per_block", 1000), 0
+    if all(isinstance(values[name], int) for name in ("steps", "max_post_edit_steps")):
+        needed = values["steps"] + values["max_post_edit_steps"]
+    if most < needed:
+        raise ConfigError(
+            f"max_steps_per_block is {most}; allowed: {needed} or more, steps and max_post_steps "
+            "together, which no block takes more of here"
+        )
+    known.check_names()
+    return values
+
+
+def _llada2_common(known: "_Arguments") -> Values:
+    """What all versions of LLaDA2's `generate` take."""
+    return {
         "max_tokens": known.take("gen_length", 2048),
         "temperature": known.take("temperature", 0.0),
         "block_length": known.take("block_length", 32),
         "steps": known.take("steps", 32),
-        "threshold": known.take("threshold", 0.95),
-        "edit_threshold": known.take("editing_threshold", 0.9),
         "max_post_edit_steps": known.take("max_post_steps", 16),
-        "num_to_transfer": known.take("num_to_transfer", 1),
-        "minimal_topk": known.take("minimal_topk", 1),
         "top_k": known.limit("top_k"),
         "top_p": known.take("top_p"),
         "eos_early_stop": known.take("eos_early_stop", False),
         "mask_token_id": known.take("mask_id"),
         "eos_token_id": known.take("eos_id"),
     }
-    known.check_names()
-    return values
 
 
 def _sdar(args: Values) -> Values:

@@ -20,6 +20,8 @@ ConfidenceArray = npt.NDArray[np.float32]
 
 # Logits that are looked at together, in whole rows.
 SAMPLING_SLICE = 2**19
+# What no token is chosen by, and still a finite number.
+_NEVER = -1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ def guess(
     *,
     entropy_of: str | None = None,
 ) -> Guesses:
-    """One token per position, never the mask, and its probability.
+    """One token per position, never the mask, and its probability. Control tokens count as tokens
+    only where the algorithm obeys them.
 
     Greedy at temperature 0: the argmax, its probability over the whole vocabulary. Otherwise the
     token at which the running sum of probabilities after temperature, top-k and top-p passes the
@@ -80,6 +83,8 @@ def guess(
     Raises: OledMoeError for logits that are not finite, which would decode to noise.
     Source: models.md 4, filters; 6 and 7 for confidences; 11.1 and 11.3 for what is not copied.
     """
+    if params.control_ids and params.algorithm != "levenshtein":
+        logits_NV[:, list(params.control_ids)] = _NEVER
     found: Sequence[Tensor]
     if takes_plain_best(params) and entropy_of is None:
         *found, is_finite = best_tokens(logits_NV, params.mask_token_id)

@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 # As chat templates and grammars of calls know them.
 Tools = Sequence[dict[str, Any]]
 # The names that SGLang gives the decoding loops.
-_ALGORITHMS = {"LowConfidence": "low_confidence", "JointThreshold": "joint_threshold"}
+_ALGORITHMS = {
+    "LowConfidence": "low_confidence",
+    "JointThreshold": "joint_threshold",
+    "JointThresholdInDel": "levenshtein",
+}
 # Variables of chat templates that come from elsewhere; `self` is jinja's own.
 _NO_VARIABLES = (
     *("self", "messages", "tools", "add_generation_prompt"),

@@ -80,10 +80,11 @@ _TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Weight = Annotated[float, Field(ge=0, le=1000)]
-# Those of SamplingParams, and the names that SGLang gives two of them.
+# Those of SamplingParams, and the names that SGLang gives three of them.
 _Algorithm = Literal[
     "low_confidence",
     "joint_threshold",
+    "levenshtein",
     "sequential",
     "low_confidence_static",
     "low_confidence_dynamic",
@@ -96,6 +97,7 @@ _Algorithm = Literal[
     "lowest_entropy",
     "LowConfidence",
     "JointThreshold",
+    "JointThresholdInDel",
 ]
 _JsonObject = dict[str, JsonValue]
 
@@ -285,8 +287,8 @@ class SamplingRequest(Request):
     stream_mode: Literal["final", "eager"] | None = Field(
         None,
         description="Text is sent once no later step can change it; `low_confidence` never "
-        "changes a token, so that `eager` is the same. Refused for `joint_threshold` and "
-        "`hierarchy_remasking`.",
+        "changes a token, so that `eager` is the same. Refused for `joint_threshold`, "
+        "`levenshtein` and `hierarchy_remasking`.",
     )
     # What the answer's text must be.
     structured_outputs: StructuredOutputs | None = Field(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from oled_moe.config import DecodingParams
+from oled_moe.edits import edit_sources, moved
 from oled_moe.errors import OledMoeError
 from oled_moe.layers import best_tokens
 from oled_moe.sampling import ConfidenceArray, Guesses
@@ -46,11 +47,13 @@ class BlockState:
 class BlockUpdate:
     """What a forward changed: masks that became tokens, and tokens that became others or masks.
 
-    Shapes: bool [B] each, disjoint.
+    `sources`: where then each position's content was taken from (`edit_sources`), None where all
+    stayed in place. Shapes: bool [B] each, disjoint, as positions were in the forward; int64 [B].
     """
 
     accepted: BoolArray
     edited: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    sources: IntArray | None = None
 
 
 class UnmaskingPolicy(Protocol):
@@ -251,6 +254,148 @@ class JointThresholdUnmaskingPolicy(_Rule):
         state.num_steps += 1
         state.is_settled = not had_masks and not edited.any()
         return BlockUpdate(accepted, edited)
+
+
+class LevenshteinUnmaskingPolicy(_Rule):
+    """LLaDA2.2: as 2.1, and positions may be deleted and inserted (`edit_sources`).
+
+    Masks that edits bring in do not count as the block's own: these are accepted by schedule, with
+    as many more as there are new ones. Once none of its own is left, or after `max_steps` at the
+    latest, steps are counted; the last of them fills every mask, with no control token. A step that
+    would repeat what an earlier one wrote takes the next best token where it is least sure.
+    Source: `generate` of LLaDA2.2 as described by FLX-OSS/FluxServe (development guide, section 4),
+    deterministic where that draws at random; sgl-project/sglang pull request 31773.
+    """
+
+    edits = True
+    # Nothing is changed there; the best few tokens of each position are looked at.
+    fuses = True
+
+    def __init__(self, params: DecodingParams) -> None:
+        self._threshold = params.threshold
+        self._edit_threshold = params.edit_threshold
+        self._num_steps = params.steps
+        self._max_steps = params.max_steps
+        self._max_post_steps = params.max_post_edit_steps
+        self._mask_id = params.mask_token_id
+        assert params.delete_token_id is not None and params.split_token_id is not None
+        self._delete_id, self._split_id = params.delete_token_id, params.split_token_id
+        self._is_own: BoolArray | None = None
+        self._schedule: list[int] = []
+        self._ranked_NK = torch.empty(0)
+        self._row_of: IntArray = np.empty(0, dtype=np.int64)
+        self._written: set[bytes] = set()
+        self._is_over = False
+
+    def wants_forward(self, state: BlockState) -> bool:
+        return not self._is_over
+
+    def looked_at(self, state: BlockState) -> BoolArray:
+        is_seen: BoolArray = ~state.is_prompt
+        return is_seen
+
+    def fuse(self, state: BlockState, logits_NV: Tensor, is_looked_at: BoolArray) -> Tensor:
+        # Of four tokens one at least is neither the mask nor a control token.
+        self._ranked_NK = logits_NV.topk(min(4, logits_NV.shape[-1])).indices
+        self._row_of = np.cumsum(is_looked_at) - 1
+        return logits_NV
+
+    def update(self, state: BlockState, guesses: Guesses) -> BlockUpdate:
+        if self._is_own is None:
+            self._is_own = state.is_masked.copy()
+            self._schedule = transfer_schedule(int(self._is_own.sum()), self._num_steps)
+        is_own = self._is_own & state.is_masked
+        state.num_post_steps = 0 if is_own.any() else state.num_post_steps + 1
+        accepted = self._chosen(state, guesses.confidence, is_own)
+        is_final = self._is_final(state, accepted, is_own)
+        if is_final:
+            accepted = state.is_masked.copy()
+        best_ids = guesses.token_ids.copy()
+        is_sure = ~state.is_prompt & (guesses.confidence > np.float32(self._edit_threshold))
+        edited = is_sure & ~state.is_masked & (best_ids != state.token_ids)
+        if is_final:
+            self._take_tokens_only(best_ids, accepted | edited)
+        else:
+            self._leave_cycle(state, best_ids, accepted | edited, guesses.confidence)
+        edited &= best_ids != state.token_ids
+        state.is_settled = not state.is_masked.any() and not edited.any()
+        state.num_steps += 1
+        self._is_over = is_final or state.is_settled
+        return self._write(state, best_ids, accepted, edited)
+
+    def _chosen(
+        self, state: BlockState, confidence: ConfidenceArray, is_own: BoolArray
+    ) -> BoolArray:
+        """Masks [B] that become tokens where this step is not the last."""
+        if state.num_steps >= self._num_steps:
+            return state.is_masked.copy()
+        num_new = int(state.is_masked.sum() - is_own.sum())
+        num_least = self._schedule[state.num_steps] + num_new
+        return _confident_masks(state, confidence, self._threshold, num_least)
+
+    def _is_final(self, state: BlockState, accepted: BoolArray, is_own: BoolArray) -> bool:
+        if state.num_steps >= self._max_steps - 1:
+            return True
+        if self._max_post_steps:
+            return state.num_post_steps >= self._max_post_steps
+        return not (is_own & ~accepted).any()
+
+    def _take_tokens_only(self, best_ids: IntArray, is_written: BoolArray) -> None:
+        """Put the best other token in the place of control tokens. Mutates: the ids."""
+        for place in (is_written & self._is_control(best_ids)).nonzero()[0]:
+            best_ids[place] = self._others(int(place))[0]
+
+    def _leave_cycle(
+        self,
+        state: BlockState,
+        best_ids: IntArray,
+        is_written: BoolArray,
+        confidence: ConfidenceArray,
+    ) -> None:
+        """Write what has not been written before, if the next best token makes it so. Mutates: the
+        ids."""
+        written = np.where(is_written, best_ids, state.token_ids)
+        changed = (written != state.token_ids).nonzero()[0]
+        if written.tobytes() in self._written and len(changed):
+            place = int(changed[np.argmin(confidence[changed])])
+            ranked = [i for i in self._best_few(place) if i not in (best_ids[place], self._mask_id)]
+            best_ids[place] = written[place] = ranked[0]
+        self._written.add(written.tobytes())
+
+    def _write(
+        self, state: BlockState, best_ids: IntArray, accepted: BoolArray, edited: BoolArray
+    ) -> BlockUpdate:
+        """Write tokens, then obey control tokens. Mutates: the state."""
+        is_written = accepted | edited
+        written = np.where(is_written, best_ids, state.token_ids)
+        is_control = is_written & self._is_control(best_ids)
+        accepted, edited = accepted & ~is_control, edited & ~is_control
+        state.token_ids[accepted | edited] = best_ids[accepted | edited]
+        state.is_masked[accepted] = False
+        if not is_control.any():
+            return BlockUpdate(accepted, edited)
+        # Ids that only look like control tokens were there before, in the prompt.
+        sources = edit_sources(
+            written, state.is_prompt, delete_id=self._delete_id, split_id=self._split_id
+        )
+        assert self._is_own is not None
+        state.token_ids = moved(state.token_ids, sources, self._mask_id)
+        state.is_masked = moved(state.is_masked, sources, True)
+        self._is_own = moved(self._is_own, sources, False)
+        return BlockUpdate(accepted, edited, sources)
+
+    def _is_control(self, token_ids: IntArray) -> BoolArray:
+        is_control: BoolArray = (token_ids == self._delete_id) | (token_ids == self._split_id)
+        return is_control
+
+    def _best_few(self, place: int) -> list[int]:
+        ids: list[int] = self._ranked_NK[int(self._row_of[place])].tolist()
+        return ids
+
+    def _others(self, place: int) -> list[int]:
+        """The best tokens of a position that are neither mask nor control token."""
+        unwanted = (self._mask_id, self._delete_id, self._split_id)
+        return [token_id for token_id in self._best_few(place) if token_id not in unwanted]
 
 
 class SequentialUnmaskingPolicy(_ScheduledRule):
@@ -484,6 +629,7 @@ def _positions(state: BlockState, positions: IntArray) -> BoolArray:
 UNMASKING: dict[str, Callable[[DecodingParams], UnmaskingPolicy]] = {
     "low_confidence": LowConfidenceUnmaskingPolicy,
     "joint_threshold": JointThresholdUnmaskingPolicy,
+    "levenshtein": LevenshteinUnmaskingPolicy,
     "sequential": SequentialUnmaskingPolicy,
     "low_confidence_static": StaticUnmaskingPolicy,
     "low_confidence_dynamic": LowConfidenceUnmaskingPolicy,
