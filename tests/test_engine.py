@@ -317,6 +317,12 @@ def test_parameters_come_from_the_checkpoint(tiny: Path, tmp_path: Path) -> None
         result = events[-1].result
         assert result is not None and len(result.token_ids) <= 6
         assert engine.sampling_defaults.stop_token_ids == (258,)
+    # As SDAR's files have it: one eos there, and the ends of chats in the other.
+    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": 255}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with open_engine(tmp_path) as engine:
+        found = engine.sampling_defaults
+        assert found.eos_token_id == 255 and set(found.stop_token_ids or ()) == {256, 258}
     (tmp_path / "generation_config.json").write_text(json.dumps({"threshold": 7}))
     with pytest.raises(CheckpointError, match="threshold"):
         open_engine(tmp_path)

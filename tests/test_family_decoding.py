@@ -1,6 +1,7 @@
 """Decoding of SDAR-MoE, LLaDA-MoE and RND1 against golden runs, and what canvases have to keep."""
 
 import json
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from oled_moe import Engine, EngineConfig, SamplingParams
-from oled_moe.config import ALGORITHMS, UNTRAINED_ALGORITHMS, DecodingParams
+from oled_moe.config import ALGORITHMS, TRAINED_ALGORITHMS, UNTRAINED_ALGORITHMS, DecodingParams
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
 from oled_moe.engine import GenerationResult, StepEvent
 from oled_moe.errors import ConfigError, InputError
@@ -31,7 +32,7 @@ from oled_moe.types import (
     Phase,
     TokenState,
 )
-from oled_moe.unmasking import BlockState, BlockUpdate
+from oled_moe.unmasking import UNMASKING, BlockState, BlockUpdate
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = ("sdar_moe", "llada_moe", "rnd1")
@@ -189,6 +190,84 @@ def test_entropies_are_the_references(engines: dict[str, Engine]) -> None:
             assert found.entropy == pytest.approx(wanted, abs=1e-4)
             ids = expected[f"{run['name']}.pred_ids_shifted"][step][masked].tolist()
             assert found.token_ids.tolist() == ids
+
+
+# --- SDAR's bound on entropies, which no reference runs
+
+
+def bounded(logits: torch.Tensor, masked: list[int], bound: float, temperature: float) -> list[int]:
+    """Positions that models.md 6 accepts, in plain numbers."""
+    entropies = {}
+    for place in masked:
+        scaled = [value / temperature for value in logits[place].double().tolist()]
+        weights = [math.exp(value - max(scaled)) for value in scaled]
+        shares = [weight / sum(weights) for weight in weights]
+        entropies[place] = -sum(share * math.log(share) for share in shares if share)
+    taken, total = [], 0.0
+    for place in sorted(masked, key=entropies.__getitem__):
+        total += entropies[place]
+        if taken and total >= bound:
+            break
+        taken.append(place)
+    return sorted(taken)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("bound", [0.0, 0.35, 1.5, 6.0, 1000.0])
+def test_entropy_bounded_on_random_logits(bound: float, temperature: float) -> None:
+    random = torch.Generator().manual_seed(int(10 * bound + 100 * temperature))
+    params = DecodingParams.resolve(
+        SamplingParams(
+            algorithm="entropy_bounded",
+            block_length=8,
+            eb_threshold=bound,
+            temperature=temperature,
+            greedy=True,
+            mask_token_id=29,
+        )
+    )
+    sizes = set()
+    for _ in range(20):
+        state = BlockState.start([1], block_length=8, mask_id=29)
+        state.is_masked[torch.randint(1, 8, (3,), generator=random).numpy()] = False
+        logits = torch.randn(8, 30, generator=random) * 4
+        masked = state.is_masked.nonzero()[0].tolist()
+        policy = UNMASKING["entropy_bounded"](params)
+        is_seen = policy.looked_at(state)
+        found = guess(logits[is_seen].clone(), params, None, entropy_of=policy.entropy_of)
+        update = policy.update(state, found.spread(is_seen))
+        wanted = bounded(logits, masked, bound, temperature)
+        assert update.accepted.nonzero()[0].tolist() == wanted
+        sizes.add(len(wanted))
+    assert sizes == {1} if not bound else bound not in (1.5, 6.0) or len(sizes) > 1
+
+
+def test_entropy_bounded_of_a_model(engines: dict[str, Engine]) -> None:
+    """Against whole canvases through the same model, without cache."""
+    engine, prompt, length = engines["sdar_moe"], [5, 4, 3, 2, 1], 4
+    params = SamplingParams(
+        algorithm="entropy_bounded",
+        block_length=length,
+        max_tokens=11,
+        eb_threshold=3.0,
+        temperature=0.8,
+        greedy=True,
+        ignore_eos=True,
+    )
+    events = list(engine.stream(prompt, params))
+    canvas, hole = [*prompt, *[MASK] * 11], [False] * 5 + [True] * 11
+    for event in events:
+        end = event.block_start + length
+        kv = engine.model.new_kv(end)
+        logits = forward_of(engine, kv, torch.tensor(canvas[:end]), 0, block_length=length)
+        masked = [place for place in range(event.block_start, end) if hole[place]]
+        taken = bounded(logits, masked, 3.0, 0.8)
+        assert [change.position for change in event.changes] == taken
+        logits[:, MASK] = -torch.inf
+        for place in taken:
+            canvas[place], hole[place] = int(logits[place].argmax()), False
+        assert list(event.token_ids) == canvas[event.block_start : end]
+    assert not any(hole) and len({len(event.changes) for event in events}) > 1
 
 
 # --- what a canvas is
@@ -414,10 +493,14 @@ def test_cached_forwards_are_whole_ones_while_nothing_changes(
         torch.testing.assert_close(part, whole[start:end], atol=1e-4, rtol=0)
 
 
-def forward_of(engine: Engine, kv: Any, ids: torch.Tensor, start: int) -> torch.Tensor:
+def forward_of(
+    engine: Engine, kv: Any, ids: torch.Tensor, start: int, *, block_length: int = 20
+) -> torch.Tensor:
     size = len(ids)
     rows = (ForwardRow(0, 0, 0, Phase.DENOISE, size),)
-    context = ForwardContext(0, 20, rows, np.ones(size, np.float32), np.ones(size, np.uint8))
+    context = ForwardContext(
+        0, block_length, rows, np.ones(size, np.float32), np.ones(size, np.uint8)
+    )
     positions = torch.arange(start, start + size)
     logits = engine.model.forward(ForwardBatch(ids, positions, (Segment(kv, size, True),), context))
     assert logits is not None
@@ -607,7 +690,11 @@ def test_defaults_of_families(engines: dict[str, Engine]) -> None:
     assert (chosen["llada_moe"].algorithm, chosen["llada_moe"].confidence) == ("threshold", "raw")
     assert chosen["rnd1"].algorithm == "lowest_entropy"
     assert chosen["rnd1"].block_length == chosen["rnd1"].steps == chosen["rnd1"].max_tokens == 256
-    assert set(ALGORITHMS) == {*UNTRAINED_ALGORITHMS, "joint_threshold", "lowest_entropy"}
+    assert set(ALGORITHMS) == {
+        *UNTRAINED_ALGORITHMS,
+        *TRAINED_ALGORITHMS,
+        "lowest_entropy",
+    }
 
 
 def test_memory_of_a_canvas_is_planned() -> None:

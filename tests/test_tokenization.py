@@ -10,6 +10,7 @@ import pytest
 import oled_moe
 from oled_moe.errors import CheckpointError, InputError
 from oled_moe.tokenization import Tokenizer
+from oled_moe.tool_calls import ToolCallParser, check_tool_template
 
 DEMO = Path(oled_moe.__file__).parent / "demo"
 # The LLaDA2 template as models.md 10 describes it, without tools.
@@ -47,6 +48,56 @@ def load(directory: Path, settings: Any = None, template: str | None = None) -> 
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
+
+
+# The ChatML template of Qwen3 as it is published to behave, which SDAR's checkpoints carry: turns
+# between <|im_start|> and <|im_end|>, tools in the system turn, calls and results as tags, past
+# reasoning left out, and an empty one where thinking is switched off.
+CHATML = """\
+{%- if tools %}
+{{- '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}
+{{- messages[0].content + '\n\n' }}
+{%- endif %}
+{{- '# Tools\n\nSignatures between <tools></tools> tags:\n<tools>' }}
+{%- for tool in tools %}
+{{- '\n' + (tool | tojson) }}
+{%- endfor %}
+{{- '\n</tools>\n\nAnswer with <tool_call></tool_call> tags.<|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- elif message.role == 'assistant' %}
+{%- set content = message.content or '' %}
+{%- if '</think>' in content %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}
+{%- endif %}
+{{- '<|im_start|>assistant\n' + content }}
+{%- for call in message.tool_calls or [] %}
+{%- set function = call.function if call.function else call %}
+{%- if not loop.first or content %}{{- '\n' }}{%- endif %}
+{{- '<tool_call>\n{"name": "' + function.name + '", "arguments": ' }}
+{{- function.arguments if function.arguments is string else function.arguments | tojson }}
+{{- '}\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- elif message.role == 'tool' %}
+{%- set is_first = loop.first or messages[loop.index0 - 1].role != 'tool' %}
+{{- '<|im_start|>user' if is_first else '' }}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- set is_last = loop.last or messages[loop.index0 + 1].role != 'tool' %}
+{{- '<|im_end|>\n' if is_last else '' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\n\n</think>\n\n' }}
+{%- endif %}
+{%- endif %}"""
 
 
 # --- tokens
@@ -286,3 +337,75 @@ def test_the_callers_messages_stay_as_they_are(directory: Path) -> None:
     load(directory, template="{% set ns = namespace(m=messages) %}{{ ns.m[0].role }}")
     assert load(directory).apply_chat_template(messages) == "user"
     assert messages == [user("x")]
+
+
+# --- SDAR's template, and tags of tool calls
+
+
+def chatml(directory: Path) -> Tokenizer:
+    """The demo's words with Qwen's turns, as SDAR's tokenizer_config.json names them."""
+    special = ("<|im_start|>", "<|im_end|>", "<|MASK|>", "<tool_call>", "</tool_call>")
+    values = json.loads((directory / "tokenizer.json").read_text())
+    first = max(token["id"] for token in values["added_tokens"]) + 1
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    values["added_tokens"] += [
+        {"id": first + i, "content": content, "special": True, **flags}
+        for i, content in enumerate(special)
+    ]
+    (directory / "tokenizer.json").write_text(json.dumps(values))
+    return load(directory, {"chat_template": CHATML, "eos_token": "<|im_end|>"})
+
+
+def test_chatml(directory: Path) -> None:
+    tokenizer = chatml(directory)
+    plain = tokenizer.apply_chat_template([user("Hi")])
+    assert plain == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    silent = tokenizer.apply_chat_template([user("Hi")], enable_thinking=False)
+    assert silent == plain + "<think>\n\n</think>\n\n"
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        user("1+1?"),
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2"},
+        user("And 2+2?"),
+    ]
+    assert tokenizer.apply_chat_template(turns, add_generation_prompt=False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+        "<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\nAnd 2+2?<|im_end|>\n"
+    )
+    # Turns are special tokens to the tokenizer, and no part of an answer.
+    ids = tokenizer.encode(plain)
+    assert ids[0] == tokenizer.token_id("<|im_start|>")
+    assert tokenizer.eos_token_id in ids and tokenizer.mask_token_id is not None
+    assert tokenizer.decode(ids) == "user\nHi\nassistant\n"
+
+
+def test_tools_in_chatml(directory: Path) -> None:
+    tokenizer = chatml(directory)
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+    check_tool_template(tokenizer, [user("What time?")], tools)
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    turns = [
+        user("What time?"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12:00", "tool_call_id": "1"},
+    ]
+    text = tokenizer.apply_chat_template(turns, tools=tools)
+    assert json.dumps(tools[0]) in text and "<tools>\n" in text
+    assert '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call><|im_end|>' in text
+    assert "<|im_start|>user\n<tool_response>\n12:00\n</tool_response><|im_end|>" in text
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("tag", ["<tool_call>", "</tool_call>"])
+def test_tags_of_calls_are_text_though_the_tokenizer_calls_them_special(
+    directory: Path, tag: str
+) -> None:
+    """Else calls that a model makes on its own were lost with them."""
+    tokenizer = chatml(directory)
+    answer = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call><|im_end|>'
+    ids = tokenizer.encode(answer)
+    assert tokenizer.token_id(tag) in ids, "still one token"
+    text = tokenizer.decode(ids)
+    assert text == answer.removesuffix("<|im_end|>")
+    content, calls = ToolCallParser().feed(text, is_last=True)
+    assert content == "" and [(c.name, c.arguments) for c in calls] == [("now", '{"zone": "UTC"}')]

@@ -362,15 +362,14 @@ def test_updates_look_only_where_they_say(
 ) -> None:
     random = np.random.default_rng(seed)
     states = [state_of(masked=letters) for _ in range(2)]
-    policy = UNMASKING[algorithm](
-        block_params(algorithm, len(letters), threshold=threshold, edit_threshold=threshold)
-    )
+    chosen = block_params(algorithm, len(letters), threshold=threshold, edit_threshold=threshold)
+    policies = [UNMASKING[algorithm](chosen) for _ in range(2)]
     best = random.integers(0, MASK, len(letters))
     confidence = random.random(len(letters), dtype=np.float32)
-    is_seen = policy.looked_at(states[1])
+    is_seen = policies[1].looked_at(states[1])
     assert not (is_seen & states[1].is_prompt).any() and (is_seen >= states[1].is_masked).all()
-    whole = policy.update(states[0], guesses_of(best, confidence))
-    part = policy.update(
+    whole = policies[0].update(states[0], guesses_of(best, confidence))
+    part = policies[1].update(
         states[1],
         guesses_of(np.where(is_seen, best, -1), np.where(is_seen, confidence, np.float32(np.nan))),
     )

@@ -13,8 +13,8 @@ from oled_moe.errors import InputError
 if TYPE_CHECKING:
     from oled_moe.engine import Engine
 
-# Ends an assistant's turn in the LLaDA2 template: ends chats, and nothing else.
-ROLE_END = "<|role_end|>"
+# End an assistant's turn in the templates of LLaDA2 and Qwen: end chats, and nothing else.
+TURN_ENDS = ("<|role_end|>", "<|im_end|>")
 
 
 def chat_request(
@@ -49,12 +49,12 @@ def conversation_request(
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise InputError(f"{engine.path} has no tokenizer.json, which a conversation needs")
-    role_end = tokenizer.token_id(ROLE_END)
-    if role_end is not None:
+    ends = [end for end in map(tokenizer.token_id, TURN_ENDS) if end is not None]
+    if ends:
         stop_ids = params.stop_token_ids
         if stop_ids is None:
             stop_ids = engine.sampling_defaults.stop_token_ids or ()
-        params = replace(params, stop_token_ids=(*stop_ids, role_end))
+        params = replace(params, stop_token_ids=(*stop_ids, *ends))
     return tokenizer.apply_chat_template(messages, **(variables or {})), params
 
 

@@ -576,8 +576,8 @@ class Engine:
         self._check_canvas(resolved, num_prompt_tokens)
         vocab_size = self.model_config.vocab_size
         check_int("mask_token_id", resolved.mask_token_id, minimum=0, maximum=vocab_size - 1)
-        for token_id in resolved.control_ids:
-            check_int("control token id", token_id, minimum=0, maximum=vocab_size - 1)
+        for control_id in resolved.control_ids:
+            check_int("control token id", control_id, minimum=0, maximum=vocab_size - 1)
         if resolved.pad_token_id is not None:
             check_int("pad_token_id", resolved.pad_token_id, minimum=0, maximum=vocab_size - 1)
         for token_id in (resolved.eos_token_id, *resolved.stop_token_ids):
@@ -761,6 +761,10 @@ def sampling_defaults_of(
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
     found = ids.with_defaults(rest)
+    # Chats of SDAR end with the eos of generation_config.json, which config.json has another than.
+    if rest.eos_token_id not in (None, found.eos_token_id, *(found.stop_token_ids or ())):
+        stops = (*(found.stop_token_ids or ()), rest.eos_token_id)
+        found = replace(found, stop_token_ids=[end for end in stops if end is not None])
     if None not in (found.delete_token_id, found.split_token_id):
         found = found.with_defaults(EDITING_DEFAULTS)
     found = found.with_defaults(config.decoding.defaults)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from oled_moe.chat_template import ChatTemplate
 
 MASK_NAMES = ("<|mask|>", "<|MASK|>")
+# Part of an answer's text, though some tokenizers call them special: tool calls are read from it.
+_TEXT_TAGS = ("<tool_call>", "</tool_call>")
 # Beyond so many letters a text takes long enough to matter to other threads.
 _LONG_TEXT = 4096
 
@@ -43,7 +45,7 @@ class Tokenizer:
         if not path.is_file():
             return None
         try:
-            raw = RawTokenizer.from_str(path.read_text(encoding="utf-8"))
+            raw = _with_tags_as_text(RawTokenizer.from_str(path.read_text(encoding="utf-8")))
         # The library raises plain Exception for malformed files.
         except Exception as error:
             raise CheckpointError(
@@ -159,6 +161,17 @@ class Tokenizer:
 
     def _id_or_none(self, token: str | None) -> int | None:
         return None if token is None else self.token_id(token)
+
+
+def _with_tags_as_text(raw: RawTokenizer) -> RawTokenizer:
+    """The tokenizer with no special token among the tags that belong to text."""
+    added = raw.get_added_tokens_decoder().values()
+    if not any(token.special and token.content in _TEXT_TAGS for token in added):
+        return raw
+    values = json.loads(raw.to_str())
+    for token in values["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in _TEXT_TAGS
+    return RawTokenizer.from_str(json.dumps(values))
 
 
 def _read_text(path: Path) -> str:

@@ -338,7 +338,7 @@ class LevenshteinUnmaskingPolicy(_Rule):
             return True
         if self._max_post_steps:
             return state.num_post_steps >= self._max_post_steps
-        return not (is_own & ~accepted).any()
+        return not bool((is_own & ~accepted).any())
 
     def _take_tokens_only(self, best_ids: IntArray, is_written: BoolArray) -> None:
         """Put the best other token in the place of control tokens. Mutates: the ids."""
