@@ -10,9 +10,10 @@ from typing import Any
 
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.decoding import TokenChange
-from oled_moe.engine import Engine, GenerationResult, StepEvent, find_model
+from oled_moe.engine import Engine, GenerationResult, StepEvent
 from oled_moe.errors import QueueFullError
 from oled_moe.metrics import GenerationStats
+from oled_moe.model_paths import find_model
 from oled_moe.scheduler import RequestHandle
 from oled_moe.server import ServerSettings
 from oled_moe.server_backend import NotServingError, Runtime, start_runtime

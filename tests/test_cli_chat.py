@@ -177,8 +177,10 @@ def test_what_no_locale_can_read_is_not_utf8() -> None:
     assert (done.returncode, done.stdout) == (2, b"") and b"not UTF-8" in done.stderr
 
 
-def test_answers_that_would_go_nowhere_are_not_made() -> None:
-    command = [sys.executable, "-m", "oled_moe", "chat", "demo", "-q", "--threads", "1"]
+@pytest.mark.parametrize("name", ["chat", "generate"])
+def test_answers_that_would_go_nowhere_are_not_made(name: str) -> None:
+    command = [sys.executable, "-m", "oled_moe", name, "demo", "-q", "--threads", "1"]
+    command += ["--max-tokens", "4"]
     shell = ["sh", "-c", '"$@" >&-', "sh", *command]
     done = subprocess.run(shell, input=b"hi\n", stderr=subprocess.PIPE, timeout=120)
     assert done.returncode == 1 and b"stdout is closed" in done.stderr

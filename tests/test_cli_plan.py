@@ -20,9 +20,9 @@ from oled_moe import cli, outlook, profiler
 from oled_moe.cli_plan import print_outlook
 from oled_moe.config import EngineConfig
 from oled_moe.costs import DEFAULT_PROFILE
-from oled_moe.engine import find_model
 from oled_moe.errors import CheckpointError, ConfigError, ModelNotFoundError
 from oled_moe.inspection import measure_software
+from oled_moe.model_paths import find_model
 from oled_moe.models import FAMILIES
 from oled_moe.outlook import Machine, imagine, open_sizes, plan_for
 from oled_moe.random_checkpoint import checkpoint_shards

@@ -197,6 +197,8 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(serve: Any) -> None:
     served.process.wait(timeout=60)
     assert served.end(0) == 3
     assert "oled-moe pull no/such-model" in served.said and "Traceback" not in served.said
+    # It is said at once, before torch is there, and before anybody is told to come.
+    assert len(served.said.splitlines()) == 1 and not served.url
 
 
 def test_a_block_that_fits_no_answer_ends_the_server(serve: Any) -> None:

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import oled_moe
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
-from oled_moe.engine import Engine, GenerationResult, find_model
+from oled_moe.engine import Engine, GenerationResult
 from oled_moe.errors import (
     CheckpointError,
     ConfigError,
@@ -27,6 +27,7 @@ from oled_moe.errors import (
     ModelNotFoundError,
     OledMoeError,
 )
+from oled_moe.model_paths import find_model
 from oled_moe.types import LayerDemand, LayerPlan
 
 CONFIG: dict[str, Any] = {

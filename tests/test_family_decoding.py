@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from oled_moe import Engine, EngineConfig, SamplingParams
+from oled_moe.canvas import CanvasSequence
 from oled_moe.config import ALGORITHMS, TRAINED_ALGORITHMS, UNTRAINED_ALGORITHMS, DecodingParams
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
 from oled_moe.engine import GenerationResult, StepEvent
 from oled_moe.errors import ConfigError, InputError
-from oled_moe.layers import ForwardBatch, Segment
+from oled_moe.kernels.linear import head_logits
+from oled_moe.layers import LOGIT_ROWS, ForwardBatch, RowLogits, Segment
 from oled_moe.recording import PromptToRecord, record_trace
 from oled_moe.sampling import guess
 from oled_moe.scheduler import Scheduler
@@ -174,7 +176,7 @@ def test_entropies_are_the_references(engines: dict[str, Engine]) -> None:
     def watch(batch: Any) -> Any:
         logits = forward(batch)
         assert logits is not None
-        seen.append(logits.clone())
+        seen.append(logits.whole())
         return logits
 
     for run in runs_of("rnd1"):
@@ -432,7 +434,7 @@ class _Even:
         unmasking: Any,
         draws_N: Any,
     ) -> Any:
-        token = 2 * int(logits_NV[0, ::2].argmax())
+        token = 2 * int(logits_NV[0][::2].argmax())
         accepted = np.zeros_like(state.is_masked)
         accepted[self.num_open] = True
         state.token_ids[accepted], state.is_masked[accepted] = token, False
@@ -537,6 +539,130 @@ def test_what_a_cache_leaves_to_compute(kind: str, engines: dict[str, Engine]) -
         assert alone.token_ids == plain.token_ids
 
 
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("none", {}),
+        ("prefix", {}),
+        ("prefix", {"cache_update_freq": 3}),
+        ("dual", {"cache_update_freq": 2}),
+        ("dual", {"warmup_steps": 2}),
+        ("vicinity", {"prefix_look": 2, "after_look": 3, "warmup_steps": 0}),
+        ("vicinity", {"prefix_look": 99, "after_look": 1, "warmup_steps": 3}),
+        ("vicinity", {"prefix_look": 1, "after_look": 0, "cache_update_freq": 4}),
+    ],
+)
+def test_caches_and_smoothing_by_hand(
+    kind: str, settings: dict[str, Any], smooth: bool, engines: dict[str, Engine]
+) -> None:
+    """Each forward's window and tokens, from windows laid out by hand through the same model."""
+    engine, prompt = engines["llada_moe"], [3, 1, 4, 1, 5]
+    params = SamplingParams(
+        algorithm="threshold",
+        threshold=0.55,
+        max_tokens=12,
+        block_length=4,
+        ignore_eos=True,
+        canvas_cache=kind,
+        **settings,
+        **({"cont_weight": 0.2, "cont_weight_growth": 0.01} if smooth else {}),
+    )
+    events, outcomes = watched(engine, prompt, params)
+    steps = by_hand(engine, prompt, engine.check(prompt, params).params)
+    assert len(steps) == len(events)
+    for (window, tokens), event, outcome in zip(steps, events, outcomes, strict=True):
+        positions = outcome.context.token_position
+        assert positions is not None and positions.tolist() == list(window)
+        assert list(event.token_ids) == tokens
+
+
+def by_hand(
+    engine: Engine, prompt: list[int], params: DecodingParams
+) -> list[tuple[range, list[int]]]:
+    """Positions of each forward, and the block after it, of an answer by the threshold rule."""
+    length, start = len(prompt) + 12, len(prompt)
+    canvas, steps, kept = [*prompt, *[MASK] * 12], [], None
+    embeddings = engine.model.embed(torch.arange(300))
+    inputs = embeddings[canvas].clone()
+    while start < length:
+        end, is_new = start + 4, True
+        while MASK in canvas[start:end]:
+            number = len(steps)
+            is_due = params.cache_update_freq and number % params.cache_update_freq == 0
+            if params.canvas_cache == "none" or is_new or is_due or number <= params.warmup_steps:
+                kept = None
+            window = range(length)
+            if kept is not None:
+                window = {
+                    "prefix": range(start, length),
+                    "dual": range(start, end),
+                    "vicinity": range(
+                        max(0, start - params.prefix_look), min(length, end + params.after_look)
+                    ),
+                }[params.canvas_cache]
+            kv = engine.model.new_kv(length)
+            others = [i for i in range(length) if i not in window]
+            if kept is not None:
+                kv._keys_LGSH[:, :, : len(others)] = kept[0][:, :, others]
+                kv._values_LGSH[:, :, : len(others)] = kept[1][:, :, others]
+                kv.advance(len(others))
+            ids = torch.tensor([canvas[i] for i in window])
+            inputs[window] = torch.where((ids == MASK)[:, None], inputs[window], embeddings[ids])
+            size = len(window)
+            rows = (ForwardRow(0, 0, 0, Phase.DENOISE, size),)
+            context = ForwardContext(
+                0, length, rows, np.ones(size, np.float32), np.ones(size, np.uint8)
+            )
+            segments = (Segment(kv, size, True),)
+            batch = ForwardBatch(ids, torch.tensor(window), segments, context, inputs[window])
+            logits = engine.model.forward(batch)
+            assert isinstance(logits, torch.Tensor)
+            if kept is None:
+                kept = (kv._keys_LGSH.clone(), kv._values_LGSH.clone())
+            shares = logits.softmax(-1)
+            guesses = {i: (shares[row], row) for row, i in enumerate(window)}
+            threshold = params.threshold
+            if params.cont_weight:
+                threshold = max(threshold, 1 - params.threshold_decay * number)
+            sure = {}
+            for i in range(start, end):
+                if canvas[i] == MASK:
+                    row = guesses[i][0].clone()
+                    row[MASK] = -1
+                    sure[i] = (float(row.max()), int(row.argmax()))
+            least = min(threshold, max(sure.values())[0] - 1e-5)
+            for i, (share, token) in sure.items():
+                if share >= least:
+                    canvas[i] = token
+            if params.cont_weight:
+                weight = min(
+                    params.cont_weight_init + params.cont_weight_growth * number,
+                    params.cont_weight,
+                )
+                for i in window:
+                    inputs[i] = embeddings[canvas[i]]
+                    if canvas[i] == MASK:
+                        inputs[i] += weight * (guesses[i][0] @ embeddings)
+            steps.append((window, canvas[start:end]))
+            is_new = False
+        start = end
+    return steps
+
+
+@pytest.mark.parametrize("kind", ["prefix", "dual", "vicinity"])
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+def test_a_cache_that_is_renewed_for_every_forward_is_none(
+    kind: str, weight: float, engines: dict[str, Engine]
+) -> None:
+    base = SamplingParams(max_tokens=12, block_length=4, threshold=0.5, cont_weight=weight)
+    plain, _ = watched(engines["llada_moe"], [3, 1, 4], base)
+    params = replace(base, canvas_cache=kind, cache_update_freq=1, warmup_steps=0)
+    events, outcomes = watched(engines["llada_moe"], [3, 1, 4], params)
+    assert [event.token_ids for event in events] == [event.token_ids for event in plain]
+    assert {outcome.context.num_tokens for outcome in outcomes} == {15}
+
+
 # --- together
 
 
@@ -610,6 +736,15 @@ def test_reference_arguments_and_defaults() -> None:
         "llada", {"gen_length": 64, "block_length": 16, "steps": 32, "factor": 2.0}
     )
     assert (llada.algorithm, llada.steps, llada.factor) == ("factor", 8, 2.0)
+    assert (llada.canvas_cache, llada.cont_weight) == ("none", None)
+    dual = {"cache_type": "dual", "cache_update_freq": 4, "cont_weight": 0.3}
+    cached = SamplingParams.from_reference("llada", dual)
+    assert (cached.canvas_cache, cached.cache_update_freq) == ("dual", 4)
+    assert (cached.cont_weight, cached.prefix_look) == (0.3, None)
+    near = SamplingParams.from_reference("llada", {"cache_type": "dual", "prefix_look": 16})
+    assert (near.canvas_cache, near.prefix_look, near.after_look, near.warmup_steps) == (
+        *("vicinity", 16, 0, 0),
+    )
     rnd1 = SamplingParams.from_reference("rnd1", {"max_new_tokens": 9, "temperature": 0.0})
     assert (rnd1.max_tokens, rnd1.canvas_length, rnd1.temperature) == (8, None, 1e-8)
     assert SamplingParams.from_reference("rnd1", {}).canvas_length == 256
@@ -631,6 +766,7 @@ def test_reference_arguments_and_defaults() -> None:
         ("llada", {"block_length": 0}, "block_length is 0; allowed"),
         ("llada", {"remasking": "random"}, "remasking is 'random'; allowed: low_confidence"),
         ("sdar_moe", {"remasking_strategy": "best"}, "remasking_strategy is 'best'; allowed: seq"),
+        ("llada", {"cache_type": "full"}, "cache_type is 'full'; allowed: prefix, dual"),
         ("sdar_moe", {"stopping_criteria_idx": 4}, "stopping_criteria_idx is 4; allowed: a list"),
         ("sdar_moe", {"confidence_threshold": 7}, "threshold is 7; allowed"),
         ("rnd1", {"bos_token_id": 4}, "bos_token_id is 4; allowed: None"),
@@ -660,6 +796,10 @@ def test_reference_arguments_that_are_refused(
         ("rnd1", {"eb_gamma": -1}, "eb_gamma is -1; allowed"),
         ("llada_moe", {"factor": float("nan")}, "factor is nan; allowed"),
         ("llada_moe", {"canvas_cache": "full"}, "canvas_cache is 'full'; allowed: none, prefix, d"),
+        ("llada_moe", {"cache_update_freq": 0}, "cache_update_freq is 0; allowed"),
+        ("llada_moe", {"cont_weight": 1.5}, "cont_weight is 1.5; allowed"),
+        ("rnd1", {"cont_weight": 0.3}, "cont_weight is 0.3; allowed for this model: 0"),
+        ("sdar_moe", {"cont_weight": 0.3}, "cont_weight is 0.3; allowed for this model: 0"),
         ("rnd1", {"canvas_cache": "dual"}, "canvas_cache is 'dual'; allowed for this model: none"),
         ("sdar_moe", {"canvas_cache": "prefix"}, "allowed for this model: none"),
     ],
@@ -698,11 +838,46 @@ def test_defaults_of_families(engines: dict[str, Engine]) -> None:
 
 
 def test_memory_of_a_canvas_is_planned() -> None:
-    """A canvas is one forward: its rows, and for RND1 the logits of all of it."""
+    """A canvas is one forward: its rows, and the logits of a few of them at a time."""
     needed = {}
     for model in MODELS:
         for length in (64, 512):
             with open_engine(model, experts_per_layer=4, max_model_len=length) as engine:
                 needed[model, length] = engine.memory_plan.model.activation_bytes
     grown = {model: needed[model, 512] - needed[model, 64] for model in MODELS}
-    assert grown["rnd1"] > grown["llada_moe"] + 400 * 300 * 4
+    assert grown["rnd1"] > grown["sdar_moe"]
+    # A row is some hidden vectors and a mask over the context, and no vocabulary.
+    assert grown["rnd1"] == grown["llada_moe"] > 448 * 512
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "seed": 2, "greedy": False}])
+@pytest.mark.parametrize("model", ["rnd1", "llada_moe"])
+def test_logits_of_a_canvas_are_read_a_few_rows_at_a_time(
+    model: str,
+    settings: dict[str, Any],
+    engines: dict[str, Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Never more of them than planned, and the same answers as from all at once."""
+    engine, sizes = engines[model], []
+
+    def watch(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return head_logits(hidden, head)
+
+    params = SamplingParams(max_tokens=24, steps=6, ignore_eos=True, **settings)
+    if model == "llada_moe":
+        params = replace(params, block_length=24)
+    with monkeypatch.context() as patch:
+        patch.setattr(CanvasSequence, "reads_rows", False)
+        wanted = list(engine.stream([7, 8, 9], params))
+    monkeypatch.setattr("oled_moe.layers.head_logits", watch)
+    monkeypatch.setattr("oled_moe.layers.LOGIT_ROWS", 7)
+    found = list(engine.stream([7, 8, 9], params))
+    assert max(sizes) == 7 and sum(sizes) >= 24
+    assert [event.token_ids for event in found] == [event.token_ids for event in wanted]
+
+
+def test_planned_rows_are_those_that_are_read() -> None:
+    logits = RowLogits(torch.ones(150, 4), torch.ones(9, 4), torch.ones(9, 4))
+    assert [len(part) for part in logits.slices()] == [64, 64, 22] and LOGIT_ROWS == 64

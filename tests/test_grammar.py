@@ -10,9 +10,9 @@ import pytest
 
 import oled_moe.grammar
 from oled_moe.config import DecodingParams, Grammar, SamplingParams
-from oled_moe.engine import find_model
 from oled_moe.errors import ConfigError
 from oled_moe.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler
+from oled_moe.model_paths import find_model
 from oled_moe.tokenization import Tokenizer
 
 VOCAB_SIZE = 640

@@ -27,6 +27,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "grammar",
         "tool_calls",
         "memory",
+        "model_paths",
         "metrics",
         "profiler",
         "devices",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from oled_moe import Engine, EngineConfig, SamplingParams
 from oled_moe.config import Grammar
-from oled_moe.engine import find_model
 from oled_moe.errors import InputError
+from oled_moe.model_paths import find_model
 from oled_moe.tokenization import Tokenizer
 from oled_moe.tool_calls import (
     ToolCall,
@@ -53,6 +53,19 @@ TOOLS = [WEATHER, NOW]
 def demo() -> Iterator[Engine]:
     with Engine("demo", EngineConfig(expert_memory="25%", threads=1)) as engine:
         yield engine
+
+
+# Rules under a grammar
+
+
+def test_a_rule_that_does_not_hold_under_a_grammar_is_named_once(
+    demo: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    grammar = Grammar("json_object")
+    for algorithm in ("threshold", "low_confidence", "hierarchy", "credit", "hierarchy"):
+        demo.check([1], SamplingParams(algorithm=algorithm, grammar=grammar))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "not by the rule of hierarchy" in said[0] and "credit" in said[1]
 
 
 # Tools

@@ -21,7 +21,7 @@ import torch
 from evaluate import Scored, limit_each_group, read_records, summarise
 
 from oled_moe import Engine, EngineConfig, SamplingParams, __version__
-from oled_moe.engine import find_model
+from oled_moe.model_paths import find_model
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "results" / "raw" / "01_demo_model.jsonl"

@@ -19,8 +19,8 @@ import torch
 
 from oled_moe import Engine, EngineConfig, SamplingParams, __version__
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
-from oled_moe.engine import find_model
 from oled_moe.metrics import GenerationStats
+from oled_moe.model_paths import find_model
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "results" / "raw" / "02_policies_on_demo.jsonl"

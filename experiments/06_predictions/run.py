@@ -29,8 +29,8 @@ from experiments.studies import read_study, replace_tables, study_path
 from oled_moe import Engine, EngineConfig, SamplingParams
 from oled_moe.costs import HardwareProfile
 from oled_moe.demo_screen import load_questions, pick_questions
-from oled_moe.engine import find_model
 from oled_moe.inspection import Question, check_machine
+from oled_moe.model_paths import find_model
 from oled_moe.outlook import open_sizes, outlook, this_machine
 from oled_moe.shapes import find_shape
 from oled_moe.types import ForwardOutcome, LayerDemand, LayerPlan

@@ -26,8 +26,9 @@ from experiments.paper.common import RAW, base_row
 from oled_moe import Engine, EngineConfig, SamplingParams
 from oled_moe.config import Grammar
 from oled_moe.constrained import GrammarConstraint
-from oled_moe.engine import GenerationResult, find_model
+from oled_moe.engine import GenerationResult
 from oled_moe.grammar import GrammarCompiler
+from oled_moe.model_paths import find_model
 from oled_moe.random_checkpoint import make_random_checkpoint
 from oled_moe.sampling import ConfidenceArray
 from oled_moe.types import BoolArray, FloatArray, IntArray

@@ -2,8 +2,9 @@
 
 Blocks follow the prompt wherever it ends; those behind the block at work are seen as masks. Nothing
 is kept from one forward to the next, so that there is nothing to prefill and nothing to commit.
-With `canvas_cache`, an approximation, only a block's first forward takes the whole canvas; the
-others take a part of it, and keys and values of that first one, by then out of date, for the rest.
+With `canvas_cache`, an approximation, only some forwards take the whole canvas, a block's first
+among them; the others take a part of it, and keys and values of the last of these, by then out of
+date, for the rest. With `cont_weight`, another one, masks are seen as what they may become.
 Source: models.md 7.1 (LLaDA-MoE), 7.2 (RND1) and 7.3 (caches).
 """
 
@@ -16,6 +17,7 @@ import torch
 
 from oled_moe.config import DecodingParams, FamilyDecoding
 from oled_moe.decoding import FRESH_CONFIDENCE, DecodingSequence, NewSequence, Part, RowOutcome
+from oled_moe.layers import Logits, RowLogits, rows_of
 from oled_moe.sampling import Guesses
 from oled_moe.types import BoolArray, Phase, TokenState
 from oled_moe.unmasking import BlockUpdate
@@ -50,6 +52,10 @@ class CanvasSequence(DecodingSequence):
         self._family = family
         # What is behind the block at work: masks, until an eos says what is there.
         self._behind_id = params.mask_token_id
+        # What is added to the embeddings of masks, [canvas, D], None until there is something, and
+        # the positions whose logits the latest forward was asked for.
+        self._added_TD: torch.Tensor | None = None
+        self._asked: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         settings["origin"] = len(prompt_ids) % params.block_length
         settings["num_reserved"] = family.num_reserved
         super().__init__(prompt_ids, params, *args, **settings)
@@ -86,7 +92,11 @@ class CanvasSequence(DecodingSequence):
         confidence = np.where(is_masked, np.float32(FRESH_CONFIDENCE), np.float32(1.0))
         confidence[block] = np.where(state.is_masked, self._confidence, np.float32(1.0))
         fed = self._fed
-        looked_at = block.start + self._is_looked_at.nonzero()[0]
+        asked = np.zeros(length, dtype=np.bool_)
+        asked[block] = self._is_looked_at
+        if self.params.cont_weight:
+            asked[fed] |= is_masked[fed]
+        self._asked = asked.nonzero()[0]
         row = self._row(self._block_id, state.num_steps, Phase.DENOISE, self.num_step_tokens)
         return (
             Part(
@@ -96,7 +106,8 @@ class CanvasSequence(DecodingSequence):
                 confidence[fed],
                 states[fed],
                 known_ids[fed],
-                looked_at - self._family.shift - fed.start,
+                self._asked - self._family.shift - fed.start,
+                None if self._added_TD is None else self._added_TD[fed],
             ),
         )
 
@@ -105,18 +116,40 @@ class CanvasSequence(DecodingSequence):
         """Positions that the next forward is given."""
         if not self.kv.length:
             return slice(0, self.kv.capacity)
-        is_dual = self.params.canvas_cache == "dual"
-        return slice(self._block_start, self._block.stop if is_dual else self.kv.capacity)
+        return self._window
+
+    @property
+    def _window(self) -> slice:
+        """Positions that are given to forwards for which something is kept."""
+        params, block, length = self.params, self._block, self.kv.capacity
+        if params.canvas_cache == "prefix":
+            return slice(block.start, length)
+        if params.canvas_cache == "dual":
+            return block
+        return slice(
+            max(0, block.start - params.prefix_look), min(length, block.stop + params.after_look)
+        )
 
     def _keep_stored(self) -> None:
-        # The first forward of a block has stored all of the canvas.
-        if self.kv.length:
+        params, num_before = self.params, self.counters.num_denoise_forwards
+        if params.canvas_cache == "none":
             return
-        if self.params.canvas_cache == "prefix":
-            self.kv.advance(self._block_start)
-        elif self.params.canvas_cache == "dual":
-            self.kv.move_behind(self._block_start, self.params.block_length)
-            self.kv.advance(self.kv.capacity - self.params.block_length)
+        # A forward without anything kept has stored all of the canvas.
+        if not self.kv.length and num_before >= params.warmup_steps:
+            window = self._window
+            num_fed = window.stop - window.start
+            self.kv.move_behind(window.start, num_fed)
+            self.kv.advance(self.kv.capacity - num_fed)
+        if params.cache_update_freq and (num_before + 1) % params.cache_update_freq == 0:
+            self.kv.clear()
+
+    @property
+    def reads_rows(self) -> bool:
+        return True
+
+    @property
+    def takes_plain_best(self) -> bool:
+        return not self.params.cont_weight and super().takes_plain_best
 
     @property
     def _block(self) -> slice:
@@ -150,12 +183,41 @@ class CanvasSequence(DecodingSequence):
         outcome.confidence[block], outcome.accepted[block] = confidence, accepted
         return outcome
 
-    def _settle(self, logits_NV: torch.Tensor, best: Guesses | None) -> tuple[Guesses, BlockUpdate]:
+    def _settle(self, logits_NV: Logits, best: Guesses | None) -> tuple[Guesses, BlockUpdate]:
+        all_logits, params = logits_NV, self.params
+        if params.cont_weight:
+            num_before = self.counters.num_denoise_forwards
+            self._state.least_threshold = 1 - num_before * params.threshold_decay
+            seen = self._block.start + self._is_looked_at.nonzero()[0]
+            logits_NV = rows_of(all_logits, torch.from_numpy(np.searchsorted(self._asked, seen)))
         guesses, update = super()._settle(logits_NV, best)
         is_wanted = self.params.eos_early_stop and not self.params.ignore_eos
         if self._family.fills_behind_eos and is_wanted and self._constraint is None:
             update = self._fill_behind_eos(guesses, update)
+        if params.cont_weight:
+            self._smooth(all_logits)
         return guesses, update
+
+    def _smooth(self, logits_NV: Logits) -> None:
+        """Have masks be seen as the tokens that this forward gives them, each by its probability.
+
+        Mutates: what is added to embeddings. Source: models.md 7.3, iteration smoothing.
+        """
+        assert isinstance(logits_NV, RowLogits)
+        params, block, fed = self.params, self._block, self._fed
+        is_masked = np.zeros(self.kv.capacity, dtype=np.bool_)
+        is_masked[block] = self._state.is_masked
+        is_masked[block.stop :] = self._has_masks_behind
+        rows = is_masked[self._asked].nonzero()[0]
+        num_before = self.counters.num_denoise_forwards
+        weight = min(
+            params.cont_weight_init + params.cont_weight_growth * num_before, params.cont_weight
+        )
+        mixed_ND = weight * logits_NV.part(torch.from_numpy(rows)).expected_embeddings()
+        if self._added_TD is None:
+            self._added_TD = mixed_ND.new_zeros(self.kv.capacity, mixed_ND.shape[-1])
+        self._added_TD[fed] = 0
+        self._added_TD[torch.from_numpy(self._asked[rows])] = mixed_ND
 
     def _fill_behind_eos(self, guesses: Guesses, update: BlockUpdate) -> BlockUpdate:
         """All behind the first eos becomes eos. Mutates: the canvas and confidences there, 1 now.

@@ -43,6 +43,7 @@ from oled_moe.cli_shared import (
     LogFormat,
     LogLevel,
     Model,
+    check_output,
     configure_logging,
     note,
     open_engine,
@@ -248,6 +249,7 @@ def generate(
 ) -> None:
     """Answer one prompt: text on stdout; the plan in effect and statistics on stderr."""
     use_log_flags(log)
+    check_output()
     config, params = engine.config(), sampling.params()
     text = _read_prompt(prompt, prompt_file, prompt_ids)
     if system is not None and (is_raw or prompt_ids is not None):
@@ -423,7 +425,7 @@ def _run_demo(config: EngineConfig, num_questions: int, *, is_quiet: bool) -> "D
     from rich.console import Console
 
     from oled_moe.demo_screen import DemoRun, load_questions, pick_questions
-    from oled_moe.engine import find_model
+    from oled_moe.model_paths import find_model
 
     bundled = load_questions(find_model("demo"))
     check_int("num-questions", num_questions, minimum=1, maximum=len(bundled))

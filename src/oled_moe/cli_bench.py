@@ -350,7 +350,7 @@ def _choose_prompts(model: str, bench: BenchFlags) -> _Chosen:
 def _demo_questions() -> list[str]:
     """All bundled questions, the families taking turns."""
     from oled_moe.demo_screen import load_questions
-    from oled_moe.engine import find_model
+    from oled_moe.model_paths import find_model
 
     families: dict[str, list[str]] = {}
     for question in load_questions(find_model("demo")):

@@ -13,10 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from oled_moe.cli_flags import EngineFlags, SamplingFlags, flag, takes_flags
-from oled_moe.cli_shared import LogFlags, Model, note, open_engine, print_rows, use_log_flags
+from oled_moe.cli_shared import (
+    LogFlags,
+    Model,
+    check_output,
+    note,
+    open_engine,
+    print_rows,
+    use_log_flags,
+)
 from oled_moe.cli_text import Rows, count, plan_rows, stats_rows
 from oled_moe.config import DecodingParams
-from oled_moe.errors import ConfigError, InputError, OledMoeError
+from oled_moe.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +62,7 @@ def chat(
     goes out as plain text. Lines that begin with a slash are commands; /help lists them.
     """
     use_log_flags(log)
-    _check_output()
+    check_output()
     config, params = engine.config(), sampling.params()
     with open_engine(model, config, is_quiet=is_quiet) as opened:
         from oled_moe.chat_screen import Conversation
@@ -67,13 +75,6 @@ def chat(
             _talk(conversation)
         else:
             _answer_lines(conversation, is_quiet=is_quiet)
-
-
-def _check_output() -> None:
-    """Raise OledMoeError where answers would go nowhere: nobody closes stdout who wants them."""
-    # What a closed stdout is replaced with; one that a user sends there himself has another name.
-    if getattr(sys.stdout, "name", None) == os.devnull:
-        raise OledMoeError("stdout is closed; leave it open, or send it to a file or a program")
 
 
 def _talk(conversation: "Conversation") -> None:

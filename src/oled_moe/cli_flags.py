@@ -298,6 +298,37 @@ class SamplingFlags:
         ),
     ] = None
 
+    prefix_look: Annotated[
+        int | None, _decoding("--prefix-look", help="vicinity: positions before; default: 16.")
+    ] = None
+    after_look: Annotated[
+        int | None, _decoding("--after-look", help="vicinity: positions behind; default: 16.")
+    ] = None
+    warmup_steps: Annotated[
+        int | None,
+        _decoding("--warmup-steps", help="First forwards without cache; default: 4 with vicinity."),
+    ] = None
+    cache_update_freq: Annotated[
+        int | None,
+        _decoding(
+            "--cache-update-freq", metavar="N", help="A whole forward every N; default: none."
+        ),
+    ] = None
+    cont_weight: Annotated[
+        float | None,
+        _decoding("--cont-weight", help="LLaDA-MoE: smoothing, 0.3 for one; default: 0, none."),
+    ] = None
+    cont_weight_init: Annotated[
+        float | None, _decoding("--cont-weight-init", help="Its first weight; default: 0.15.")
+    ] = None
+    cont_weight_growth: Annotated[
+        float | None, _decoding("--cont-weight-growth", help="Each forward's more; default: 0.02.")
+    ] = None
+    threshold_decay: Annotated[
+        float | None,
+        _decoding("--threshold-decay", help="Smoothing's fall from 1 a forward; default: 0.02."),
+    ] = None
+
     def params(self) -> SamplingParams:
         """The sampling parameters as far as flags set them. Raises: ConfigError."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}

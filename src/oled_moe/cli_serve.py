@@ -23,6 +23,7 @@ from oled_moe.config import (
     parse_size,
 )
 from oled_moe.errors import ConfigError, DoesNotFitError, InputError
+from oled_moe.model_paths import find_model
 
 if TYPE_CHECKING:
     import socket
@@ -179,6 +180,8 @@ def serve(
         _warn_if_open(server.host, keys)
         _serve_by_ray(model, server, config, params, keys, is_quiet=is_quiet)
         return 0
+    # Before anybody is told where it listens.
+    find_model(model, hub_cache=hub_cache())
     from oled_moe.server import ServerSettings, default_names
     from oled_moe.server_host import open_socket
 

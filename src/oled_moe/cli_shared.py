@@ -20,7 +20,7 @@ import typer
 import oled_moe
 from oled_moe.cli_flags import MODEL_HELP, flag
 from oled_moe.config import EngineConfig, check_choice
-from oled_moe.errors import InputError
+from oled_moe.errors import InputError, OledMoeError
 
 if TYPE_CHECKING:
     from oled_moe.engine import Engine
@@ -187,3 +187,10 @@ def wrapped(text: str) -> str:
     if not sys.stdout.isatty():
         return text
     return textwrap.fill(text, shutil.get_terminal_size().columns, break_on_hyphens=False)
+
+
+def check_output() -> None:
+    """Raise OledMoeError where answers would go nowhere: nobody closes stdout who wants them."""
+    # What a closed stdout is replaced with; one that a user sends there himself has another name.
+    if getattr(sys.stdout, "name", None) == os.devnull:
+        raise OledMoeError("stdout is closed; leave it open, or send it to a file or a program")

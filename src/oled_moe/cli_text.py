@@ -53,6 +53,8 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
         loop += f", edit threshold {decoding.edit_threshold:g}"
     if decoding.canvas_cache != "none":
         loop += f", canvas cache {decoding.canvas_cache} (approximate)"
+    if decoding.cont_weight:
+        loop += f", smoothing up to {decoding.cont_weight:g} (approximate)"
     loop += f", temperature {decoding.temperature:g}, at most {decoding.max_tokens} tokens"
     rows = [
         ("model", f"{model}, {dtype}"),

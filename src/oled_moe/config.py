@@ -50,8 +50,9 @@ _SCHEDULED = (
     "lowest_entropy",
 )
 # Keys and values that models which see a whole canvas may keep while they work on a block, though
-# they are out of date then: those before the block, or those behind it too.
-CANVAS_CACHES = ("none", "prefix", "dual")
+# they are out of date then: those before the block, those behind it too, or of these those that are
+# not near it.
+CANVAS_CACHES = ("none", "prefix", "dual", "vicinity")
 # What a token's confidence is its probability under: the model's own distribution, that after
 # temperature, or that after temperature, top-k and top-p.
 CONFIDENCES = ("raw", "tempered", "filtered")
@@ -246,6 +247,7 @@ class Grammar:
 _SHARES = (
     *("threshold", "edit_threshold", "low_threshold", "remask_threshold"),
     *("credit_beta", "top_p"),
+    *("cont_weight", "cont_weight_init", "cont_weight_growth", "threshold_decay"),
 )
 _ENTROPIES = ("eb_threshold", "eb_gamma")
 
@@ -267,7 +269,14 @@ class SamplingParams:
     `confidence`, one of CONFIDENCES, is by default what the algorithm's reference has.
     For models that denoise prompt and answer as one canvas, `canvas_length` are the positions of
     all of it, in place of max_tokens, and `eos_at_end` puts eos into the last; `canvas_cache`, one
-    of CANVAS_CACHES, saves work by an approximation: answers may differ.
+    of CANVAS_CACHES, saves work by an approximation: answers may differ. With it the answer's first
+    `warmup_steps` forwards keep nothing (vicinity: 4, else 0), every `cache_update_freq`-th is a
+    whole one as each block's first is (default: these alone), and vicinity's others take
+    `prefix_look` and `after_look` (16 each) positions around the block. `cont_weight` above 0 is
+    iteration smoothing, an approximation too: to a mask's embedding those of all tokens are added,
+    each by its probability, times `cont_weight_init` (0.15) and `cont_weight_growth` (0.02) for
+    each forward before, `cont_weight` at most, while the threshold falls from 1 by
+    `threshold_decay` (0.02) a forward to its own value.
 
     Source: released LLaDA2.0 and LLaDA2.1 `generate` (architecture.md 5, models.md 4 and 5); SDAR,
     dInfer, Fast-dLLM and RND1 (models.md 6 to 8).
@@ -310,6 +319,14 @@ class SamplingParams:
     canvas_length: int | None = None
     eos_at_end: bool | None = None
     canvas_cache: str | None = None
+    prefix_look: int | None = None
+    after_look: int | None = None
+    warmup_steps: int | None = None
+    cache_update_freq: int | None = None
+    cont_weight: float | None = None
+    cont_weight_init: float | None = None
+    cont_weight_growth: float | None = None
+    threshold_decay: float | None = None
 
     def __post_init__(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -335,6 +352,10 @@ class SamplingParams:
             "delete_token_id": 0,
             "split_token_id": 0,
             "canvas_length": 1,
+            "prefix_look": 0,
+            "after_look": 0,
+            "warmup_steps": 0,
+            "cache_update_freq": 1,
         }
         maxima = {
             "max_tokens": 2**31,
@@ -430,6 +451,14 @@ class DecodingParams:
     eb_gamma: float | None
     eos_at_end: bool
     canvas_cache: str
+    prefix_look: int
+    after_look: int
+    warmup_steps: int
+    cache_update_freq: int | None
+    cont_weight: float
+    cont_weight_init: float
+    cont_weight_growth: float
+    threshold_decay: float
 
     @property
     def is_greedy(self) -> bool:
@@ -469,6 +498,7 @@ class DecodingParams:
         max_tokens = _default(params.max_tokens, 256)
         algorithm = _default(params.algorithm, "low_confidence")
         _check_control_ids(params, algorithm)
+        is_vicinity = params.canvas_cache == "vicinity"
         is_one_block = algorithm in ONE_BLOCK_ALGORITHMS
         if is_one_block and params.block_length not in (None, max_tokens):
             raise ConfigError(
@@ -521,6 +551,14 @@ class DecodingParams:
             eb_gamma=params.eb_gamma,
             eos_at_end=bool(params.eos_at_end),
             canvas_cache=_default(params.canvas_cache, "none"),
+            prefix_look=_default(params.prefix_look, 16),
+            after_look=_default(params.after_look, 16),
+            warmup_steps=_default(params.warmup_steps, 4 if is_vicinity else 0),
+            cache_update_freq=params.cache_update_freq,
+            cont_weight=_default(params.cont_weight, 0.0),
+            cont_weight_init=_default(params.cont_weight_init, 0.15),
+            cont_weight_growth=_default(params.cont_weight_growth, 0.02),
+            threshold_decay=_default(params.threshold_decay, 0.02),
         )
 
 

@@ -11,6 +11,9 @@ step to the next and nothing in it is edited, whatever the algorithm.
 - Beyond the prefix, positions that the model is confident of are committed tentatively. When the
   prefix reaches one it is validated, or masked again with all that is behind it. So a block takes
   at most twice as many forwards as it has positions.
+- Which positions are accepted is decided by threshold and steps, or by `num_to_transfer` under
+  joint_threshold. Rules that look at logits in other ways (HONOURED_ALGORITHMS has the ones that
+  do not) would have to be asked about positions whose tokens the grammar replaces.
 - A closing, tokens that complete the value, is known at every step, and never longer than what is
   left of `max_tokens`: commits that would make it so are taken back and others tried, at last the
   closing's own token.
@@ -25,10 +28,13 @@ from torch import Tensor
 from oled_moe.closing import Closing, GrammarMark, GrammarState
 from oled_moe.config import DecodingParams
 from oled_moe.errors import OledMoeError
+from oled_moe.layers import Logits
 from oled_moe.sampling import ConfidenceArray, filtered_probabilities, sample
 from oled_moe.types import BoolArray, FloatArray, IntArray
 from oled_moe.unmasking import BlockState, BlockUpdate, UnmaskingPolicy, transfer_schedule
 
+# Whose rule is kept; the others' masks are accepted as those of low_confidence are.
+HONOURED_ALGORITHMS = ("low_confidence", "low_confidence_dynamic", "threshold", "joint_threshold")
 # Tokens tried at a position before the closing's own is taken.
 _MAX_TRIED = 8
 # A position further on is settled before an unsure one only where the model is surer than this.
@@ -50,7 +56,7 @@ class ConstraintCounters:
 class _Step:
     """What one forward gave: logits rows, their positions, draws, and what has been chosen."""
 
-    logits_NV: Tensor
+    logits_NV: Logits
     row_of: dict[int, int]
     draws_N: FloatArray | None
     best_ids: IntArray
@@ -136,7 +142,7 @@ class GrammarConstraint:
     def update(
         self,
         state: BlockState,
-        logits_NV: Tensor,
+        logits_NV: Logits,
         is_looked_at: BoolArray,
         unmasking: UnmaskingPolicy,
         draws_N: FloatArray | None,
@@ -158,7 +164,7 @@ class GrammarConstraint:
     def _step(
         self,
         state: BlockState,
-        logits_NV: Tensor,
+        logits_NV: Logits,
         is_looked_at: BoolArray,
         draws_N: FloatArray | None,
     ) -> _Step:
@@ -277,6 +283,8 @@ class GrammarConstraint:
         if is_greedy and not skipped and not self._renormalises and is_allowed[best_id]:
             return best_id, float(step.confidence[position])
         row_V = step.logits_NV[step.row_of[position]].float().cpu()
+        if not is_greedy:
+            row_V[params.mask_token_id] = float("-inf")
         allowed_V = torch.from_numpy(is_allowed)
         masked_V = row_V.masked_fill(~allowed_V, float("-inf"))
         if is_greedy or skipped:

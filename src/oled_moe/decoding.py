@@ -16,7 +16,7 @@ from oled_moe.config import DecodingParams
 from oled_moe.edits import moved
 from oled_moe.errors import OledMoeError
 from oled_moe.kv_cache import SequenceKv
-from oled_moe.layers import ForwardBatch, Segment
+from oled_moe.layers import ForwardBatch, Logits, RowLogits, Segment, rows_of
 from oled_moe.models import Model
 from oled_moe.sampling import Guesses, guess, takes_plain_best
 from oled_moe.types import (
@@ -98,7 +98,8 @@ class Part:
     """One row of a forward: what the model is given and what policies may see of it.
 
     `start`: the sequence position of its first token. Shapes: [T] each; known_ids are tokens, and
-    at masked positions the latest guess or −1; logit_tokens int64 [N], which logits are wanted.
+    at masked positions the latest guess or −1; logit_tokens int64 [N], which logits are wanted;
+    added_TD [T, D], what is added to the embeddings, None for nothing.
     """
 
     row: ForwardRow
@@ -108,6 +109,7 @@ class Part:
     states: npt.NDArray[np.uint8]
     known_ids: IntArray
     logit_tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    added_TD: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,11 @@ class DecodingSequence:
     def attention_length(self) -> int:
         """Length of the blocks within which positions see each other."""
         return self.params.block_length
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether its logits may come a few rows at a time, because there may be very many."""
+        return False
 
     @property
     def _block_start(self) -> int:
@@ -275,7 +282,7 @@ class DecodingSequence:
         return is_plain and takes_plain_best(self.params)
 
     def take(
-        self, logits_NV: torch.Tensor, *, best: Guesses | None = None
+        self, logits_NV: Logits, *, best: Guesses | None = None
     ) -> tuple[DecodingStep, RowOutcome]:
         """What a forward's logits make of the block.
 
@@ -328,7 +335,7 @@ class DecodingSequence:
             self.kv.advance(part.row.num_tokens)
         self._unstored = []
 
-    def _settle(self, logits_NV: torch.Tensor, best: Guesses | None) -> tuple[Guesses, BlockUpdate]:
+    def _settle(self, logits_NV: Logits, best: Guesses | None) -> tuple[Guesses, BlockUpdate]:
         """Guess from the logits and write what is settled by that. Mutates: the block."""
         state, is_looked_at, rule = self._state, self._is_looked_at, self._unmasking
         if self._constraint is not None:
@@ -337,7 +344,9 @@ class DecodingSequence:
             )
             return Guesses(ids, confidence), update
         if best is None:
-            logits_NV = rule.fuse(state, logits_NV, is_looked_at)
+            if rule.fuses:
+                plain = logits_NV.whole() if isinstance(logits_NV, RowLogits) else logits_NV
+                logits_NV = rule.fuse(state, plain, is_looked_at)
             best = guess(logits_NV, self.params, self._draws(), entropy_of=rule.entropy_of)
         guesses = best.spread(is_looked_at)
         return guesses, rule.update(state, guesses)
@@ -675,7 +684,7 @@ class BlockDiffusionDecoder:
         steps, end = [], 0
         for (sequence, own), those, greedy in zip(parts, rows, best, strict=True):
             end += sum(part.row.num_tokens for part in own)
-            step, row = sequence.take(logits_NV[those], best=greedy)
+            step, row = sequence.take(rows_of(logits_NV, those), best=greedy)
             steps.append(step)
             start = end - own[-1].row.num_tokens
             outcome.token_confidence[start:end] = row.confidence
@@ -696,7 +705,7 @@ class BlockDiffusionDecoder:
         context, _ = self._forward(parts)
         self._end_forward(ForwardOutcome.without_logits(context))
 
-    def _forward(self, parts: "Sequence[_Parts]") -> tuple[ForwardContext, torch.Tensor | None]:
+    def _forward(self, parts: "Sequence[_Parts]") -> tuple[ForwardContext, Logits | None]:
         """One forward over consecutive parts of each sequence, its first behind its prefix."""
         every = [part for _, own in parts for part in own]
         length = max(sequence.attention_length for sequence, _ in parts)
@@ -718,8 +727,26 @@ class BlockDiffusionDecoder:
             for index, part in enumerate(own)
         )
         assert context.token_position is not None
-        positions = torch.from_numpy(context.token_position)
-        return context, self._model.forward(ForwardBatch(ids, positions, segments, context))
+        batch = ForwardBatch(
+            ids,
+            torch.from_numpy(context.token_position),
+            segments,
+            context,
+            self._inputs(ids, every),
+            all(sequence.reads_rows for sequence, _ in parts),
+        )
+        return context, self._model.forward(batch)
+
+    def _inputs(self, ids: torch.Tensor, parts: "Sequence[Part]") -> torch.Tensor | None:
+        """Embeddings with what parts have added to theirs; None where nothing is."""
+        if all(part.added_TD is None for part in parts):
+            return None
+        inputs_TD, end = self._model.embed(ids), 0
+        for part in parts:
+            start, end = end, end + part.row.num_tokens
+            if part.added_TD is not None:
+                inputs_TD[start:end] += part.added_TD.to(inputs_TD.dtype)
+        return inputs_TD
 
     def _context(self, parts: "Sequence[Part]", block_length: int) -> ForwardContext:
         self._num_forwards += 1
@@ -738,7 +765,7 @@ _Parts = tuple[DecodingSequence, tuple[Part, ...]]
 
 
 def _best_of_greedy(
-    sequences: Sequence[DecodingSequence], logits_NV: torch.Tensor, rows: Sequence[slice]
+    sequences: Sequence[DecodingSequence], logits_NV: Logits, rows: Sequence[slice]
 ) -> list[Guesses | None]:
     """Guesses of each sequence, or None for all where some want more than the likeliest tokens.
 

@@ -3,6 +3,7 @@
 Devices are told apart in `devices.py`; nothing here knows which one it runs on.
 """
 
+import logging
 import os
 import threading
 import weakref
@@ -21,13 +22,13 @@ from oled_moe.canvas import new_sequence_of
 from oled_moe.checkpoint import Checkpoint, read_weights
 from oled_moe.config import (
     EDITING_DEFAULTS,
-    ONE_BLOCK_ALGORITHMS,
     DecodingParams,
     EngineConfig,
     SamplingParams,
     check_int,
     sampling_from_generation_config,
 )
+from oled_moe.constrained import HONOURED_ALGORITHMS
 from oled_moe.costs import (
     DEFAULT_PROFILES,
     CostModel,
@@ -50,16 +51,14 @@ from oled_moe.errors import (
     CheckpointError,
     ConfigError,
     InputError,
-    ModelNotFoundError,
     OledMoeError,
 )
 from oled_moe.experts import OffloadedExperts
 from oled_moe.grammar import GrammarCompiler
 from oled_moe.hardware import load_hardware
-from oled_moe.hub_cache import CachedModel, default_hub_cache
 from oled_moe.kernels.cpu import max_native_rows
 from oled_moe.kernels.native import native_kernels
-from oled_moe.layers import ATTENTION_SLICE
+from oled_moe.layers import ATTENTION_SLICE, LOGIT_ROWS
 from oled_moe.memory import (
     SYSTEM_RESERVE_BYTES,
     GpuMemoryPlan,
@@ -70,6 +69,7 @@ from oled_moe.memory import (
     process_memory_bytes,
 )
 from oled_moe.metrics import GenerationStats, generation_stats
+from oled_moe.model_paths import find_model
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.policies import OffloadPolicy, build_policy
 from oled_moe.profiler import SMALL_EXPERT_BYTES, default_profile_path, usable_memory_bytes
@@ -86,7 +86,8 @@ from oled_moe.types import (
 )
 from oled_moe.unmasking import Constraint
 
-DEMO_MODEL = "demo"
+logger = logging.getLogger(__name__)
+
 # Context that keys and values are planned for where nothing else is asked.
 DEFAULT_MODEL_LEN = 4096
 # The longest block that memory is planned for.
@@ -142,35 +143,6 @@ class StepEvent:
     @property
     def num_masked(self) -> int:
         return sum(self.is_masked)
-
-
-def find_model(model: str | Path, *, hub_cache: Path | None = None) -> Path:
-    """The directory of `demo`, a local path, or a hub id that is already in the local cache.
-
-    Raises: ModelNotFoundError with the command that downloads the model.
-    """
-    if not isinstance(model, str | Path):
-        raise ConfigError(f"model is {model!r}; allowed: `demo`, a directory, a hub id ORG/NAME")
-    if str(model) == DEMO_MODEL:
-        return Path(__file__).parent / "demo"
-    path, name = Path(model), str(model)
-    try:
-        if name and path.exists():
-            return path
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"{name[:200]!r} cannot be a path: {error}") from None
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        hub_cache = hub_cache or default_hub_cache()
-        snapshot = CachedModel(hub_cache, name).find_snapshot()
-        if snapshot is not None:
-            return snapshot
-        raise ModelNotFoundError(
-            f"{name} is neither a directory nor in the local hub cache {hub_cache}; "
-            f"download it with: oled-moe pull {name}"
-        )
-    raise ModelNotFoundError(
-        f"no model at {name}; give `demo`, a directory with config.json, or a hub id ORG/NAME"
-    )
 
 
 class Engine:
@@ -276,6 +248,7 @@ class Engine:
         self._turn_owner: threading.Thread | None = None
         self._process_id = os.getpid()
         self._num_requests = 0
+        self._warned_of: set[str] = set()
         self._running: set[int] = set()
         self.num_threads = num_threads
         torch.set_num_threads(num_threads)
@@ -390,7 +363,17 @@ class Engine:
         constraint = None
         if resolved.grammar is not None:
             constraint = self._grammars.constraint(resolved)
+            self._say_what_rules(resolved.algorithm)
         return PreparedRequest(prompt_ids, resolved, constraint)
+
+    def _say_what_rules(self, algorithm: str) -> None:
+        """Warn once of a rule that does not hold under a grammar."""
+        if algorithm not in HONOURED_ALGORITHMS and algorithm not in self._warned_of:
+            self._warned_of.add(algorithm)
+            logger.warning(
+                "under a grammar tokens are accepted by threshold and steps, not by the rule of %s",
+                algorithm,
+            )
 
     def begin(self, prepared: "PreparedRequest") -> "RunningRequest":
         """Give a request its keys and values. It is `end`ed whatever becomes of it."""
@@ -631,6 +614,11 @@ class Engine:
         if params.canvas_cache != "none" and (not family.is_whole or family.shift):
             raise ConfigError(
                 f"canvas_cache is {params.canvas_cache!r}; allowed for this model: none; it is for "
+                "models that see a whole canvas and fill it block after block (LLaDA-MoE)"
+            )
+        if params.cont_weight and (not family.is_whole or family.shift):
+            raise ConfigError(
+                f"cont_weight is {params.cont_weight:g}; allowed for this model: 0; it is for "
                 "models that see a whole canvas and fill it block after block (LLaDA-MoE)"
             )
         last = "eos_token_id" if params.eos_at_end else "pad_token_id"
@@ -907,16 +895,14 @@ def _needs(
     kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize
     # A forward holds, per token, the routed rows and their outputs, a few hidden vectors and a
     # mask; a step holds the logits of every sequence's block, and what sampling makes of a few
-    # rows. A canvas is one forward, and where it has no blocks all of it wants logits.
+    # rows. A canvas is one forward, whose logits are read a few rows at a time.
     num_rows = max(128 * config.max_num_seqs, min(max_model_len, MAX_PREFILL_TOKENS))
-    num_logit_rows = PLANNED_BLOCK_LENGTH
+    num_logit_rows = PLANNED_BLOCK_LENGTH * config.max_num_seqs
     if model.decoding.is_whole:
-        num_rows = max_model_len * config.max_num_seqs
-    if set(model.decoding.algorithms) <= set(ONE_BLOCK_ALGORITHMS):
-        num_logit_rows = max_model_len
+        num_rows, num_logit_rows = max_model_len * config.max_num_seqs, LOGIT_ROWS
     rows_bytes = num_rows * model.hidden_size * (2 * model.top_k * itemsize + 6 * itemsize + 8)
     rows_bytes += num_rows * max_model_len
-    logits_bytes = 4 * model.vocab_size * num_logit_rows * config.max_num_seqs
+    logits_bytes = 4 * model.vocab_size * num_logit_rows
     logits_bytes += _SAMPLING_BYTES * min(
         num_logit_rows * model.vocab_size, max(model.vocab_size, SAMPLING_SLICE)
     )

@@ -20,16 +20,12 @@ from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_PROFILE, PROFILE_DEVICES, CostModel, HardwareProfile
 from oled_moe.cuda import check_cuda
 from oled_moe.devices import Progress
-from oled_moe.engine import (
-    DEMO_MODEL,
-    Engine,
-    find_model,
-    sampling_defaults_of,
-)
+from oled_moe.engine import Engine, sampling_defaults_of
 from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
 from oled_moe.hardware import load_hardware
 from oled_moe.hub_cache import default_hub_cache
 from oled_moe.kernels import KERNELS
+from oled_moe.model_paths import DEMO_MODEL, find_model
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.outlook import (
     OpenedModel,

@@ -5,14 +5,14 @@ H head size, R rotated dimensions, S key positions, E experts, K experts per tok
 logits are wanted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oled_moe.kernels.linear import linear
+from oled_moe.kernels.linear import head_logits, linear
 from oled_moe.kernels.native import Segment as KvSegment
 from oled_moe.kernels.rows import attend, choose, route, router_logits, store
 from oled_moe.kernels.rows import rms_norm as rms_norm
@@ -23,6 +23,8 @@ from oled_moe.types import ForwardContext
 
 # Most queries of a prompt whose attention scores exist at once.
 ATTENTION_SLICE = 128
+# Rows whose logits exist at once where all of them would be too many.
+LOGIT_ROWS = 64
 # Most blocks whose queries are attended to block by block.
 _MAX_SINGLE_BLOCKS = 8
 
@@ -74,13 +76,17 @@ class Segment:
 class ForwardBatch:
     """The input of one forward. Shapes: token_ids and positions int64 [T], segments in order.
 
-    `query_slices`: how each segment's attention is cut up, made once for all layers.
+    `inputs_TD`: what the model starts from, None for the embeddings of the tokens. With
+    `reads_rows` whoever asked can read logits a few rows at a time, so that they may come as
+    `RowLogits`. `query_slices`: how each segment's attention is cut up, made once for all layers.
     """
 
     token_ids: Tensor
     positions: Tensor
     segments: tuple[Segment, ...]
     context: ForwardContext
+    inputs_TD: Tensor | None = None
+    reads_rows: bool = False
     query_slices: tuple[tuple[QuerySlice, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,6 +125,7 @@ class ForwardBatch:
             self.wanted(self.positions),
             tuple(segment for segment in self.segments if segment.wants_logits),
             self.context.part([segment.wants_logits for segment in self.segments]),
+            reads_rows=self.reads_rows,
         )
 
     def logit_tokens(self) -> Tensor | None:
@@ -132,6 +139,55 @@ class ForwardBatch:
             parts.append(first + (torch.arange(segment.num_tokens) if tokens is None else tokens))
             first += segment.num_tokens
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class RowLogits:
+    """Logits fp32 [N, V] that are computed when they are read: those of a whole canvas at once
+    would take more memory than anything else in a forward.
+
+    `hidden_ND`: what the head is given; `embeddings_VD`: the model's, for what a mask may be.
+    """
+
+    def __init__(self, hidden_ND: Tensor, head_VD: Tensor, embeddings_VD: Tensor) -> None:
+        self._hidden_ND = hidden_ND
+        self._head_VD = head_VD
+        self._embeddings_VD = embeddings_VD
+
+    def __len__(self) -> int:
+        return len(self._hidden_ND)
+
+    def __getitem__(self, row: int) -> Tensor:
+        return head_logits(self._hidden_ND[row : row + 1], self._head_VD)[0]
+
+    def part(self, rows: slice | Tensor) -> "RowLogits":
+        """Those of some rows, still not computed."""
+        return RowLogits(self._hidden_ND[rows], self._head_VD, self._embeddings_VD)
+
+    def whole(self) -> Tensor:
+        """All of them."""
+        return head_logits(self._hidden_ND, self._head_VD)
+
+    def slices(self) -> Iterator[Tensor]:
+        """All of them, LOGIT_ROWS at a time."""
+        for first in range(0, max(1, len(self)), LOGIT_ROWS):
+            yield self.part(slice(first, first + LOGIT_ROWS)).whole()
+
+    def expected_embeddings(self) -> Tensor:
+        """Embeddings of all tokens, each weighed by its probability, fp32 [N, D]."""
+        embeddings_VD = self._embeddings_VD
+        parts = [
+            (logits.softmax(-1).to(embeddings_VD.dtype) @ embeddings_VD).float()
+            for logits in self.slices()
+        ]
+        return torch.cat(parts)
+
+
+Logits = Tensor | RowLogits
+
+
+def rows_of(logits: Logits, rows: slice | Tensor) -> Logits:
+    """Some rows of logits, computed or not."""
+    return logits.part(rows) if isinstance(logits, RowLogits) else logits[rows]
 
 
 def best_tokens(logits_NV: Tensor, banned_id: int) -> tuple[Tensor, Tensor, Tensor]:

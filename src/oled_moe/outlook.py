@@ -32,7 +32,6 @@ from oled_moe.cuda import DEVICE_INDEX, MOST_AHEAD, check_cuda
 from oled_moe.engine import (
     DEFAULT_MODEL_LEN,
     WeightSizes,
-    find_model,
     plan_model,
     plan_on_gpu,
     sampling_defaults_of,
@@ -52,6 +51,7 @@ from oled_moe.memory import (
     plan_gpu_memory,
     plan_memory,
 )
+from oled_moe.model_paths import find_model
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.prediction import (
     DEFAULT_BLOCK_LENGTH,

@@ -171,7 +171,8 @@ def _sdar(args: Values) -> Values:
 
 
 def _llada(args: Values) -> Values:
-    """LLaDA-MoE's `generate`, whose steps are those of all blocks together."""
+    """LLaDA-MoE's `generate`, whose steps are those of all blocks together, and what dInfer's
+    caches and iteration smoothing are made with (`cont_weight` given means that it is)."""
     known = _Arguments("llada", args)
     known.take_choice("remasking", "low_confidence", ("low_confidence",))
     num_tokens = known.take_whole("gen_length", 128)
@@ -184,6 +185,13 @@ def _llada(args: Values) -> Values:
         )
     if steps % num_blocks:
         raise ConfigError(f"steps is {steps}; allowed: a multiple of the {num_blocks} blocks")
+    looks = ("prefix_look", "after_look", "warmup_steps")
+    cache = "none"
+    if known.has("cache_type"):
+        cache = known.take_choice("cache_type", "prefix", ("prefix", "dual"))
+    if known.has(*looks):
+        # Whatever the cache's type, dInfer's class for it replaces what is in the window.
+        cache = "vicinity"
     algorithm = "low_confidence_static"
     if known.has("threshold"):
         algorithm = "threshold"
@@ -198,6 +206,13 @@ def _llada(args: Values) -> Values:
         "threshold": known.take("threshold"),
         "factor": known.take("factor"),
         "confidence": "raw",
+        "canvas_cache": cache,
+        **{name: known.take(name, 0 if cache == "vicinity" else None) for name in looks},
+        "cache_update_freq": known.take("cache_update_freq"),
+        **{
+            name: known.take(name)
+            for name in ("cont_weight", "cont_weight_init", "cont_weight_growth", "threshold_decay")
+        },
         "eos_early_stop": known.take("early_stop", False),
         "mask_token_id": known.take("mask_id"),
         "eos_token_id": known.take("eos_id"),

@@ -298,7 +298,11 @@ class Replayer:
         engine, context = self._engine, forward.context
         assert context.token_position is not None
         batch = ForwardBatch(
-            token_ids, torch.from_numpy(context.token_position), self._segments(forward), context
+            token_ids,
+            torch.from_numpy(context.token_position),
+            self._segments(forward),
+            context,
+            reads_rows=engine.model_config.decoding.is_whole,
         )
         if engine.wants_input_embedding:
             embedding = engine.model.embed(token_ids).float().cpu().numpy()

@@ -3,7 +3,6 @@
 Legend: N positions that are looked at, B of the whole block, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from oled_moe.config import DecodingParams
 from oled_moe.errors import OledMoeError
-from oled_moe.layers import best_tokens
+from oled_moe.layers import Logits, RowLogits, best_tokens
 from oled_moe.types import BoolArray, FloatArray, IntArray
 
 ConfidenceArray = npt.NDArray[np.float32]
@@ -64,7 +63,7 @@ def takes_plain_best(params: DecodingParams) -> bool:
 
 
 def guess(
-    logits_NV: Tensor,
+    logits_NV: Logits,
     params: DecodingParams,
     draws_N: FloatArray | None,
     *,
@@ -79,27 +78,19 @@ def guess(
     distribution that `params.confidence` names. `entropy_of` names that of the entropy wanted. What
     a position gets depends on nothing but its logits and its draw.
 
-    Shapes: fp32 [N, V], draws float64 [N] in [0, 1), not needed where greedy. Mutates: logits.
+    Shapes: fp32 [N, V], draws float64 [N] in [0, 1), not needed where greedy. Mutates: logits, but
+    for RowLogits.
     Raises: OledMoeError for logits that are not finite, which would decode to noise.
     Source: models.md 4, filters; 6 and 7 for confidences; 11.1 and 11.3 for what is not copied.
     """
-    if params.control_ids and params.algorithm != "levenshtein":
-        logits_NV[:, list(params.control_ids)] = _NEVER
-    found: Sequence[Tensor]
-    if takes_plain_best(params) and entropy_of is None:
-        *found, is_finite = best_tokens(logits_NV, params.mask_token_id)
-    else:
-        # The extremes show any NaN and any overflow in one pass.
-        is_finite = torch.stack(logits_NV.aminmax()).isfinite().all()
-        draws = None if draws_N is None else torch.from_numpy(draws_N).to(logits_NV.device)
-        # Whole rows at a time, so that whatever is made on the way stays small beside the logits.
-        num_rows = max(1, SAMPLING_SLICE // logits_NV.shape[-1])
-        slices = [slice(first, first + num_rows) for first in range(0, len(logits_NV), num_rows)]
-        parts = [
-            _of_rows(logits_NV[part], params, None if draws is None else draws[part], entropy_of)
-            for part in slices
-        ]
-        found = [torch.cat(part) for part in zip(*parts, strict=True)]
+    slices = logits_NV.slices() if isinstance(logits_NV, RowLogits) else (logits_NV,)
+    parts, end = [], 0
+    for logits in slices:
+        first, end = end, end + len(logits)
+        draws = None if draws_N is None else draws_N[first:end]
+        parts.append(_of_slice(logits, params, draws, entropy_of))
+    *found, is_finite = (torch.cat(part) for part in zip(*parts, strict=True))
+    is_finite = is_finite.all()
     # One synchronisation with the device for everything; doubles hold ids and fp32 exactly.
     flat = torch.cat((is_finite[None].double(), *(values.double() for values in found)))
     flag, *values = np.split(flat.cpu().numpy(), 1 + len(logits_NV) * np.arange(len(found)))
@@ -112,8 +103,31 @@ def guess(
     return Guesses(ids.astype(np.int64), *(value.astype(np.float32) for value in rest))
 
 
+def _of_slice(
+    logits_NV: Tensor, params: DecodingParams, draws_N: FloatArray | None, entropy_of: str | None
+) -> tuple[Tensor, ...]:
+    """Id, confidence and entropy of each row, if it is wanted, [N] each, and whether all logits are
+    finite, [1]. Mutates: logits."""
+    if params.control_ids and params.algorithm != "levenshtein":
+        logits_NV[:, list(params.control_ids)] = _NEVER
+    if takes_plain_best(params) and entropy_of is None:
+        *found, is_finite = best_tokens(logits_NV, params.mask_token_id)
+        return (*found, is_finite[None])
+    # The extremes show any NaN and any overflow in one pass.
+    is_finite = torch.stack(logits_NV.aminmax()).isfinite().all()
+    draws = None if draws_N is None else torch.from_numpy(draws_N).to(logits_NV.device)
+    # Whole rows at a time, so that whatever is made on the way stays small beside the logits.
+    num_rows = max(1, SAMPLING_SLICE // logits_NV.shape[-1])
+    slices = [slice(first, first + num_rows) for first in range(0, len(logits_NV), num_rows)]
+    parts = [
+        _of_rows(logits_NV[part], params, None if draws is None else draws[part], entropy_of)
+        for part in slices
+    ]
+    return (*(torch.cat(part) for part in zip(*parts, strict=True)), is_finite[None])
+
+
 def sample(
-    logits_NV: Tensor, params: DecodingParams, draws_N: FloatArray | None
+    logits_NV: Logits, params: DecodingParams, draws_N: FloatArray | None
 ) -> tuple[IntArray, ConfidenceArray]:
     """Tokens and confidences as `guess` finds them; everything else as there."""
     found = guess(logits_NV, params, draws_N)

@@ -18,14 +18,17 @@ from torch import Tensor
 from oled_moe.config import DecodingParams
 from oled_moe.edits import edit_sources, moved
 from oled_moe.errors import OledMoeError
-from oled_moe.layers import best_tokens
+from oled_moe.layers import Logits, best_tokens
 from oled_moe.sampling import ConfidenceArray, Guesses
 from oled_moe.types import BoolArray, FloatArray, IntArray
 
 
 @dataclass(slots=True)
 class BlockState:
-    """One block at work. Shapes: all [B]; `is_masked` says what is a hole, whatever the id."""
+    """One block at work. Shapes: all [B]; `is_masked` says what is a hole, whatever the id.
+
+    `least_threshold`: whatever a rule's own threshold is, this one holds if it is higher.
+    """
 
     token_ids: IntArray
     is_masked: BoolArray
@@ -33,6 +36,7 @@ class BlockState:
     num_steps: int = 0
     num_post_steps: int = 0
     is_settled: bool = False
+    least_threshold: float = 0.0
 
     @classmethod
     def start(cls, prompt_ids: list[int], *, block_length: int, mask_id: int) -> "BlockState":
@@ -105,7 +109,7 @@ class Constraint(Protocol):
     def update(
         self,
         state: BlockState,
-        logits_NV: Tensor,
+        logits_NV: Logits,
         is_looked_at: BoolArray,
         unmasking: UnmaskingPolicy,
         draws_N: FloatArray | None,
@@ -207,7 +211,8 @@ class LowConfidenceUnmaskingPolicy(_ScheduledRule):
         self._threshold = params.threshold
 
     def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
-        return _confident_masks(state, guesses.confidence, self._threshold, self._num_least(state))
+        threshold = max(self._threshold, state.least_threshold)
+        return _confident_masks(state, guesses.confidence, threshold, self._num_least(state))
 
 
 class JointThresholdUnmaskingPolicy(_Rule):
@@ -328,7 +333,8 @@ class LevenshteinUnmaskingPolicy(_Rule):
     ) -> BoolArray:
         """Masks [B] that become tokens where this step is not the last."""
         if state.num_steps >= self._num_steps:
-            return state.is_masked.copy()
+            masks: BoolArray = state.is_masked.copy()
+            return masks
         num_new = int(state.is_masked.sum() - is_own.sum())
         num_least = self._schedule[state.num_steps] + num_new
         return _confident_masks(state, confidence, self._threshold, num_least)
@@ -450,7 +456,7 @@ class ThresholdUnmaskingPolicy(_AcceptingRule):
     def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
         is_best = _best_mask(state, guesses.confidence)
         best = guesses.confidence[is_best].min(initial=np.inf)
-        threshold = np.float32(min(self._threshold, best - 1e-5))
+        threshold = np.float32(min(max(self._threshold, state.least_threshold), best - 1e-5))
         is_high: BoolArray = state.is_masked & (guesses.confidence >= threshold)
         return is_best | is_high
 
@@ -465,8 +471,9 @@ class HierarchyUnmaskingPolicy(_AcceptingRule):
         self._low_threshold = params.low_threshold
 
     def _chosen(self, state: BlockState, guesses: Guesses) -> BoolArray:
+        threshold = max(self._threshold, state.least_threshold)
         return _by_hierarchy(
-            state.is_masked, guesses.confidence, self._threshold, self._low_threshold
+            state.is_masked, guesses.confidence, threshold, self._low_threshold
         ) | _best_mask(state, guesses.confidence)
 
 
@@ -492,7 +499,8 @@ class HierarchyRemaskingUnmaskingPolicy(_Rule):
         is_low = ~was_masked & ~state.is_prompt
         is_low &= guesses.confidence < np.float32(self._remask_threshold)
         is_open = was_masked | is_low
-        chosen = _by_hierarchy(is_open, guesses.confidence, self._threshold, self._low_threshold)
+        threshold = max(self._threshold, state.least_threshold)
+        chosen = _by_hierarchy(is_open, guesses.confidence, threshold, self._low_threshold)
         num_least = int(is_low.sum()) + 1
         if chosen.sum() < num_least:
             ranked = _ranked(is_open.nonzero()[0], guesses.confidence)

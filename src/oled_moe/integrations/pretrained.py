@@ -24,7 +24,6 @@ from transformers.core_model_loading import (
 
 from oled_moe.checkpoint import Checkpoint, read_weights
 from oled_moe.config import DTYPES, check_choice
-from oled_moe.engine import find_model
 from oled_moe.errors import CheckpointError, ConfigError
 from oled_moe.integrations.expert_modules import (
     WEIGHTS,
@@ -32,6 +31,7 @@ from oled_moe.integrations.expert_modules import (
     find_expert_modules,
     strip,
 )
+from oled_moe.model_paths import find_model
 from oled_moe.store import DiskExpertStore, ExpertPart, Matrix
 
 _MATRIX_OF: dict[str, Matrix] = {"gate_up_proj": "gate_up", "down_proj": "down"}

@@ -15,7 +15,7 @@ from oled_moe.config import FamilyDecoding
 from oled_moe.errors import CheckpointError
 from oled_moe.experts import OffloadedExperts
 from oled_moe.kv_cache import SequenceKv
-from oled_moe.layers import ForwardBatch, RunPiece
+from oled_moe.layers import ForwardBatch, Logits, RunPiece
 from oled_moe.models import llada, llada2_moe, rnd1, sdar_moe
 
 
@@ -54,9 +54,9 @@ class Model(Protocol):
 
     run_piece: RunPiece
 
-    def forward(self, batch: ForwardBatch) -> Tensor | None:
+    def forward(self, batch: ForwardBatch) -> Logits | None:
         """Logits fp32 [N, V] of the tokens that want them (`Segment.logit_tokens`), in order; None
-        if no segment does.
+        if no segment does. Where the batch says `reads_rows` they may be RowLogits.
 
         Mutates: writes K/V behind the finished part of every segment's sequence.
         """

@@ -25,6 +25,8 @@ from oled_moe.kernels.linear import head_logits, linear
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import (
     ForwardBatch,
+    Logits,
+    RowLogits,
     RunPiece,
     block_attention,
     rms_norm,
@@ -341,8 +343,8 @@ class SdarMoe:
     def embed(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids.to(self._device), self._embeddings)
 
-    def forward(self, batch: ForwardBatch) -> Tensor | None:
-        hidden_TD = self.embed(batch.token_ids)
+    def forward(self, batch: ForwardBatch) -> Logits | None:
+        hidden_TD = self.embed(batch.token_ids) if batch.inputs_TD is None else batch.inputs_TD
         self._show("embed_out", hidden_TD)
         positions = batch.positions.to(self._device)
         cos_TR, sin_TR = (table[positions] for table in self._cos_sin)
@@ -357,13 +359,16 @@ class SdarMoe:
             hidden_TD, queries_TQH = batch.wanted(hidden_TD), batch.wanted(queries_TQH)
             batch = batch.wanted_part()
         hidden_TD = self._layer(last, hidden_TD, queries_TQH, batch)
-        return self._logits(hidden_TD, batch.logit_tokens())
+        return self._logits(hidden_TD, batch)
 
-    def _logits(self, hidden_TD: Tensor, tokens_N: Tensor | None) -> Tensor:
+    def _logits(self, hidden_TD: Tensor, batch: ForwardBatch) -> Logits:
+        tokens_N = batch.logit_tokens()
         if tokens_N is not None:
             hidden_TD = hidden_TD[tokens_N.to(self._device)]
         hidden_ND = rms_norm(hidden_TD, self._final_norm, self.config.norm_eps)
         self._show("final_norm_out", hidden_ND)
+        if batch.reads_rows:
+            return RowLogits(hidden_ND, self._head, self._embeddings)
         return head_logits(hidden_ND, self._head)
 
     def _write_kv(

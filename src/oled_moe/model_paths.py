@@ -1,0 +1,40 @@
+"""Where a model is: the bundled one, a directory, or the local hub cache. Nothing is downloaded.
+
+Imports no torch, so that a command can say at once that a model is not there.
+"""
+
+from pathlib import Path
+
+from oled_moe.errors import ConfigError, ModelNotFoundError
+from oled_moe.hub_cache import CachedModel, default_hub_cache
+
+DEMO_MODEL = "demo"
+
+
+def find_model(model: str | Path, *, hub_cache: Path | None = None) -> Path:
+    """The directory of `demo`, a local path, or a hub id that is already in the local cache.
+
+    Raises: ModelNotFoundError with the command that downloads the model.
+    """
+    if not isinstance(model, str | Path):
+        raise ConfigError(f"model is {model!r}; allowed: `demo`, a directory, a hub id ORG/NAME")
+    if str(model) == DEMO_MODEL:
+        return Path(__file__).parent / "demo"
+    path, name = Path(model), str(model)
+    try:
+        if name and path.exists():
+            return path
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"{name[:200]!r} cannot be a path: {error}") from None
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        hub_cache = hub_cache or default_hub_cache()
+        snapshot = CachedModel(hub_cache, name).find_snapshot()
+        if snapshot is not None:
+            return snapshot
+        raise ModelNotFoundError(
+            f"{name} is neither a directory nor in the local hub cache {hub_cache}; "
+            f"download it with: oled-moe pull {name}"
+        )
+    raise ModelNotFoundError(
+        f"no model at {name}; give `demo`, a directory with config.json, or a hub id ORG/NAME"
+    )
