@@ -189,7 +189,11 @@ def test_eager_is_refused_where_tokens_may_change() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_can_be_asked_for(algorithm: str) -> None:
     block_length = 16 if algorithm in ONE_BLOCK_ALGORITHMS else 4
-    (question,) = chat(algorithm=algorithm, max_tokens=16, block_length=block_length)
+    # As config.json of a checkpoint declares them that levenshtein is for.
+    given = SamplingParams(delete_token_id=1, split_token_id=2)
+    (question,) = chat(
+        algorithm=algorithm, max_tokens=16, block_length=block_length, defaults=given
+    )
     assert question.params.algorithm == algorithm and question.steps_max >= block_length
 
 
