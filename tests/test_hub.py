@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oled_moe.hub
-from oled_moe.engine import find_model
 from oled_moe.errors import (
     CheckpointError,
     ConfigError,
@@ -34,6 +33,7 @@ from oled_moe.errors import (
 from oled_moe.hub import HubModel, PullReport, pull, stream_weights
 from oled_moe.hub_cache import CachedModel, default_hub_cache, is_hub_id
 from oled_moe.hub_client import HubClient, HubFile, LostConnectionError
+from oled_moe.model_paths import find_model
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 FIRST, SECOND = SHARDS

@@ -181,7 +181,7 @@ def serve(
         _serve_by_ray(model, server, config, params, keys, is_quiet=is_quiet)
         return 0
     # Before anybody is told where it listens.
-    find_model(model, hub_cache=hub_cache())
+    find_model(model)
     from oled_moe.server import ServerSettings, default_names
     from oled_moe.server_host import open_socket
 

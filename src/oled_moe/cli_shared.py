@@ -5,6 +5,7 @@ Results go to stdout, everything else to stderr. Torch and numpy are imported in
 
 import json
 import logging
+import os
 import shutil
 import sys
 import textwrap
