@@ -16,7 +16,7 @@ ROOT = Path(oled_moe.__file__).parent
 LAYERS: dict[str, tuple[str, ...]] = {
     # `demo` is a folder of data with a docstring.
     "0": ("types", "errors", "registry", "config", "reference_arguments", "shapes", "demo"),
-    "1": ("policies", "cache", "costs", "hardware", "sizing", "counters"),
+    "1": ("policies", "cache", "costs", "hardware", "sizing", "counters", "sharing"),
     "2a": ("traces", "trace_stats", "synthesis", "simulator", "virtual_clock", "prediction"),
     "2b": ("lanes", "store", "slots", "kernels", "cuda", "cuda_graphs", "cuda_memory"),
     "3": ("layers", "kv_cache", "experts", "models", "checkpoint"),

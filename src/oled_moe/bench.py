@@ -62,6 +62,8 @@ ROUND_METRICS = (
     "bytes_loaded",
     "cpu_expert_runs",
     "policy_overhead",
+    "choices_replaced",
+    "replaced_share",
 )
 # What every row repeats of the conditions it was measured under.
 _ROW_FACTS = (
@@ -69,6 +71,7 @@ _ROW_FACTS = (
     "model",
     "prompts_sha256",
     "device",
+    "lossy",
     "git_revision",
     "versions",
     "seed",
@@ -513,7 +516,7 @@ def run_bench(
         "request_rate": "one request at a time, the next when the last is answered",
     }
     setup["notes"] = _notes_before(setup)
-    must_agree = not bench.has_cpu_experts
+    must_agree = not (bench.has_cpu_experts or bench.depends_on_cache)
     return BenchReport(setup, results, check_tokens(results, must_agree=must_agree))
 
 
@@ -573,6 +576,8 @@ class _Bench:
         self.facts: dict[str, Any] = {}
         self.keeps_engines = False
         self.has_cpu_experts = config.device != "cpu" and config.cpu_experts
+        # A lossy rule may look at what is resident, which policies differ in.
+        self.depends_on_cache = False
         self._cases = cases
         self._config = config
         self._open = open_engine
@@ -664,6 +669,8 @@ class _Bench:
     def _look_at(self, engine: Engine, usable_bytes: int) -> None:
         """Check all that can be checked before the long part; note what holds for all cases."""
         plan, config = engine.memory_plan, self._config
+        if engine.sharing is not None:
+            self.depends_on_cache = engine.sharing.policy.depends_on_cache
         costs = CostModel.from_profile(engine.hardware, plan.shape.expert_bytes)
         for case in self._cases:
             build_policy(case.policy, plan.shape, costs)
@@ -677,6 +684,7 @@ class _Bench:
         needs = f"need {format_size(needed_bytes)} and {format_size(usable_bytes)} were free"
         self.facts = {
             "device": config.device,
+            "lossy": config.lossy,
             "is_emulated": config.device == "emulated",
             "has_cpu_experts": self.has_cpu_experts,
             "dtype": str(engine.dtype).removeprefix("torch."),
@@ -819,6 +827,11 @@ def _notes_before(setup: Mapping[str, Any]) -> list[str]:
         notes.append(
             "Emulated device: the link's speed is set, not measured, and the device computes on "
             "this CPU. Times say how policies would differ on such a link, not how fast a GPU is."
+        )
+    if setup["lossy"]:
+        notes.append(
+            f"Experts are shared by a lossy rule, {setup['lossy']}: answers are not the model's "
+            "own."
         )
     if setup["has_cpu_experts"]:
         notes.append(

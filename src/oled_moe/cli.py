@@ -409,6 +409,7 @@ def _generation_dict(
         "stats": asdict(result.stats),
         "device": engine.config.device,
         "policy": engine.policy.name,
+        "lossy": engine.config.lossy,
         "hardware": engine.hardware.name,
         "hardware_source": engine.hardware_source,
         "plan": plan_to_dict(engine.gpu_plan or engine.memory_plan),

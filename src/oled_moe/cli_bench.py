@@ -432,6 +432,7 @@ def _setup_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("device", device_name(values["device"])),
         ("experts", f"{'; '.join(plans)} for {values['plan']['num_experts']} experts, each policy"),
         ("CPU experts", "on" if values["has_cpu_experts"] else "off"),
+        ("lossy", values["lossy"] or "no"),
         ("hardware", f"{hardware['name']} ({hardware['source']})"),
         ("prompts", values["prompts"]),
         ("warm-up", values["warmup"]["words"]),

@@ -43,6 +43,8 @@ POLICY_NAMES = (
     "paged-lru",
     "n-cpu-moe",
 )
+# The same of the rules that share experts.
+LOSSY_NAMES = ("des-vote", "des-seq", "dmoe", "resident")
 MODEL_HELP = "`demo`, a directory, or a hub id ORG/NAME that is in the local cache."
 # The names that SGLang gives the decoding loops.
 _ALGORITHM_ALIASES = {
@@ -140,6 +142,15 @@ class EngineFlags:
         int | None, _engine("--max-model-len", help="Longest prompt and answer, in tokens.")
     ] = None
     threads: Threads = None
+    lossy: Annotated[
+        str | None,
+        _engine(
+            "--lossy",
+            metavar="NAME",
+            help="Let a block's tokens share experts, which changes answers: NAME:key=value, one "
+            f"of: {', '.join(LOSSY_NAMES)}; those of resident depend on what is in memory.",
+        ),
+    ] = None
     force: Annotated[
         bool, _engine("--force", help="Load even where the memory plan exceeds what is free.")
     ] = False

@@ -3,11 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from oled_moe.config import TRAINED_ALGORITHMS, DecodingParams, format_size
+from oled_moe.config import (
+    TRAINED_ALGORITHMS,
+    DecodingParams,
+    block_routing_words,
+    format_size,
+)
 
 if TYPE_CHECKING:
     from oled_moe.engine import Engine, GenerationResult
     from oled_moe.inspection import CheckpointSummary
+    from oled_moe.sharing import ExpertSharing
 
 Rows = list[tuple[str, str]]
 _COPIES = {"cpu": "disk to RAM", "cuda": "pinned RAM to GPU"}
@@ -66,9 +72,22 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
         ("hardware", f"{engine.hardware.name} ({engine.hardware_source})"),
         ("decoding", loop),
     ]
+    capacity = engine.model_config.decoding.expert_capacity
+    if capacity is not None:
+        rows.append(("block routing", block_routing_words(capacity, plan.shape.num_experts)))
+    if engine.sharing is not None:
+        rows.append(("lossy", lossy_words(engine.sharing)))
     if gpu is None:
         return rows + memory_rows(plan.lines())
     return rows + memory_rows(gpu.gpu_lines()) + memory_rows(gpu.ram_lines())
+
+
+def lossy_words(sharing: "ExpertSharing") -> str:
+    """The rule by which experts are shared, and what that does to answers."""
+    words = f"{sharing.spec}: experts are shared, answers are not the model's own"
+    if sharing.policy.depends_on_cache:
+        words += " and depend on what is in memory"
+    return words
 
 
 def memory_rows(lines: Sequence[tuple[str, int]]) -> Rows:
@@ -89,7 +108,7 @@ def stats_rows(engine: "Engine", result: "GenerationResult") -> Rows:
         f"first token after {seconds(stats.ttft_s)}; "
         f"{seconds(stats.tpot_s)} per token from the end of prefill on"
     )
-    return [
+    rows = [
         ("answer", f"{count(len(result.token_ids), 'token')}, ended by {result.finish_reason}"),
         ("speed", speed + (" (emulated device)" if is_emulated else "")),
         (
@@ -111,6 +130,15 @@ def stats_rows(engine: "Engine", result: "GenerationResult") -> Rows:
         ),
         ("policy", f"deciding took {percent(stats.policy_overhead)} of the time"),
     ]
+    if engine.sharing is not None:
+        rows.append(
+            (
+                "lossy",
+                f"{engine.sharing.spec}: {stats.choices_replaced} expert choices replaced "
+                f"({percent(stats.replaced_share)})",
+            )
+        )
+    return rows
 
 
 def comparison_rows(
@@ -171,6 +199,9 @@ def checkpoint_rows(summary: "CheckpointSummary") -> Rows:
         ("chat template", "yes" if summary.has_chat_template else "no"),
         ("defaults", _defaults(summary.sampling_defaults)),
     ]
+    if summary.expert_capacity is not None:
+        words = block_routing_words(summary.expert_capacity, summary.num_experts)
+        rows.append(("block routing", words))
     if summary.num_unused_tensors:
         rows.append(("unused", count(summary.num_unused_tensors, "tensor")))
     return rows

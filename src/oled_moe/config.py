@@ -164,7 +164,9 @@ class EngineConfig:
     missing experts off. `threads` None is torch's own number, or 1 where experts are so small that
     more would only wait. `force` loads even where the memory plan exceeds what is free.
     `cuda_graphs`, on `cuda` alone, records the parts of layers between attention and experts where
-    that is measured to be faster.
+    that is measured to be faster. `lossy`, `NAME[:key=value,...]`, is a rule by which the tokens of
+    a block share experts: answers are no longer the model's own (sharing.py), and by `resident`
+    they depend on what is in memory.
 
     Raises: ConfigError for a field outside its range.
     """
@@ -183,6 +185,7 @@ class EngineConfig:
     seed: int = 0
     force: bool = False
     cuda_graphs: bool = False
+    lossy: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("device", self.device, DEVICES)
@@ -203,6 +206,10 @@ class EngineConfig:
             raise ConfigError(
                 f"cuda_graphs is True and device is {self.device!r}; allowed: with device cuda"
             )
+        if self.lossy is not None and not isinstance(self.lossy, str):
+            raise ConfigError(f"lossy is {self.lossy!r}; allowed: NAME[:key=value,...], None")
+        if self.lossy is not None and self.cuda_graphs:
+            raise ConfigError("lossy and cuda_graphs are both given; they do not go together")
         if self.dtype is not None:
             check_choice("dtype", self.dtype, DTYPES)
         if self.max_model_len is not None:
@@ -571,7 +578,9 @@ class FamilyDecoding:
     masks, and each position sees all others; else it takes a block, which sees those before it.
     `shift`: a position's token is told by the logits so many positions before. `num_reserved`:
     slots behind the answer that hold pad. `fills_behind_eos`: with eos_early_stop all positions
-    behind the first eos become eos at once.
+    behind the first eos become eos at once. `block_length`: the only one that the model is meant
+    for, None where any will do. `expert_capacity`: most experts of a layer that the tokens of one
+    block choose among, None where nothing bounds them.
     """
 
     algorithms: tuple[str, ...]
@@ -580,6 +589,16 @@ class FamilyDecoding:
     shift: int = 0
     num_reserved: int = 0
     fills_behind_eos: bool = False
+    block_length: int | None = None
+    expert_capacity: int | None = None
+
+
+def block_routing_words(expert_capacity: int, num_experts: int) -> str:
+    """What block routing means for a cache, for people."""
+    return (
+        f"a block admits {expert_capacity} of {num_experts} experts of a layer, so that "
+        f"{expert_capacity} slots per layer are all it needs in a forward"
+    )
 
 
 def _check_control_ids(params: SamplingParams, algorithm: str) -> None:

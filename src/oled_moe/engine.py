@@ -74,6 +74,7 @@ from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.policies import OffloadPolicy, build_policy
 from oled_moe.profiler import SMALL_EXPERT_BYTES, default_profile_path, usable_memory_bytes
 from oled_moe.sampling import SAMPLING_SLICE
+from oled_moe.sharing import ExpertSharing, build_sharing
 from oled_moe.store import ExpertLayout, ExpertPart
 from oled_moe.tokenization import Tokenizer
 from oled_moe.types import (
@@ -190,6 +191,7 @@ class Engine:
         )
         costs = CostModel.from_profile(self.hardware, sizes.layout.weight_bytes)
         self.policy = _policy_of(config, self.memory_plan.shape, costs)
+        self.sharing = _sharing_of(config, self.memory_plan.shape)
         weights, store = read_weights(
             checkpoint,
             map_weight=family.weight_map(self.model_config),
@@ -219,6 +221,7 @@ class Engine:
             gpu=gpu,
             num_pinned=self.gpu_plan.num_pinned if self.gpu_plan else 0,
         )
+        self._tiers.experts.sharing = self.sharing
         # An engine that fails here or is dropped unclosed must not leave its threads behind.
         self._release = weakref.finalize(self, self._tiers.close)
         try:
@@ -432,6 +435,8 @@ class Engine:
         if request.request_id in self._running:
             self._running.remove(request.request_id)
             self.cache.end_request(request.request_id)
+            if self.sharing is not None:
+                self.sharing.end_request(request.request_id)
             self.cache.check()
 
     @contextmanager
@@ -472,6 +477,9 @@ class Engine:
                 max_resident_experts=self._tiers.pool.num_filled,
                 expert_memory_bytes=self.memory_plan.expert_memory_bytes,
                 planning_s=request.planning_s,
+                choices=(
+                    None if self.sharing is None else self.sharing.counts_of(request.request_id)
+                ),
             )
             text = request.text.final(step.answer_ids)
             result = GenerationResult(
@@ -569,6 +577,7 @@ class Engine:
             if token_id == resolved.mask_token_id:
                 raise ConfigError(f"token {token_id} is given as the mask and as an end token")
         check_int("block_length", resolved.block_length, minimum=1, maximum=self.max_model_len)
+        self._check_block_length(resolved.block_length)
         num_tokens = num_prompt_tokens + resolved.max_tokens
         if num_tokens > self.max_model_len:
             raise InputError(
@@ -579,6 +588,15 @@ class Engine:
         if resolved.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, which this checkpoint lacks")
         return resolved
+
+    def _check_block_length(self, block_length: int) -> None:
+        """Refuse blocks other than those by which the model routes."""
+        only = self.model_config.decoding.block_length
+        if only is not None and block_length != only:
+            raise ConfigError(
+                f"block_length is {block_length}; allowed for this model: {only}, its block_size, "
+                "for it routes by blocks"
+            )
 
     def _with_canvas(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """A request for so many positions as one for so many tokens."""
@@ -921,6 +939,12 @@ def _needs(
         host_expert_bytes=shape.num_experts_total * layout.slot_bytes if is_emulated else 0,
     )
     return shape, memory
+
+
+def _sharing_of(config: EngineConfig, shape: MoeShape) -> ExpertSharing | None:
+    if config.lossy is None:
+        return None
+    return build_sharing(config.lossy, num_experts=shape.num_experts, top_k=shape.top_k)
 
 
 def _policy_of(config: EngineConfig, shape: MoeShape, costs: CostModel) -> OffloadPolicy:

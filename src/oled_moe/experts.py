@@ -20,6 +20,8 @@ from oled_moe.cache import ExpertCache
 from oled_moe.kernels import ExpertKernel
 from oled_moe.kernels.rows import combine
 from oled_moe.lanes import Event, Lane
+from oled_moe.layers import Routing
+from oled_moe.sharing import ExpertSharing, RoutedTokens
 from oled_moe.slots import SlotPool
 from oled_moe.store import HostExpertStore
 from oled_moe.types import (
@@ -99,7 +101,8 @@ class OffloadedExperts:
     planned by to the host and back; None where layers compute in host memory. `observers` see every
     demand and its plan once the layer is done, `copy_observers` what is copied ahead before a
     forward. `wants_gate_scores` asks the model for all router scores. `routing`, where not None,
-    replaces what routers choose. One thread calls.
+    replaces what routers choose; `sharing` is the lossy rule that limits what they may choose. One
+    thread calls.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class OffloadedExperts:
         self.copy_observers: list[CopyObserver] = []
         self.wants_gate_scores = "gate_scores" in cache.policy.needs
         self.routing: RoutingSource | None = None
+        self.sharing: ExpertSharing | None = None
         # Seconds of the calling thread: planning and queueing, and waiting for copies.
         self.planning_s = 0.0
         self.wait_s = 0.0
@@ -154,6 +158,43 @@ class OffloadedExperts:
         start_s = time.perf_counter()
         self.cache.end_forward(outcome)
         self.planning_s += time.perf_counter() - start_s
+
+    def restrict(
+        self,
+        layer: int,
+        routing: Routing,
+        choice_TE: Tensor,
+        context: ForwardContext,
+        choose: Callable[[Tensor], Routing],
+    ) -> Routing:
+        """What tokens choose where a lossy rule limits them; `routing` itself without one.
+
+        `choice_TE`: the scores that the router ranks by; `choose` makes its choice among allowed
+        experts, bool [T, E].
+        """
+        if self.sharing is None or not context.is_denoise:
+            return routing
+        scores, ids, shares = self._link.to_host(choice_TE, routing.ids_TK, routing.shares_TK)
+        is_resident = np.zeros(self.cache.shape.num_experts, dtype=np.bool_)
+        is_resident[self.cache.resident_ids(layer)] = True
+        sizes = context.block_sizes
+        routed = RoutedTokens(
+            scores.numpy(),
+            ids.numpy(),
+            shares.numpy(),
+            context.token_state,
+            context.token_confidence,
+            np.repeat(np.arange(len(sizes)), sizes),
+            is_resident,
+        )
+        allowed = self.sharing.allowed(context, routed)
+        if allowed is None:
+            return routing
+        limited = choose(self._link.to_device(torch.from_numpy(allowed)))
+        own_ids = ids.numpy().copy()
+        (taken,) = self._link.to_host(limited.ids_TK)
+        self.sharing.count(context, own_ids, taken.numpy())
+        return limited
 
     def start(
         self,

@@ -64,7 +64,8 @@ class CheckpointSummary:
     `num_experts` and `top_k` are those of one MoE layer. `dtypes`: bytes stored in each.
     `expert_bytes` is one routed expert as stored, `routed_bytes` all of them, `rest_bytes`
     everything else. `convention` says in words how the weights lie in their files.
-    `sampling_defaults` are the values the checkpoint sets itself.
+    `sampling_defaults` are the values the checkpoint sets itself. `expert_capacity`: the experts of
+    a layer that a block admits, None without block routing.
     Units: bytes.
     """
 
@@ -92,6 +93,7 @@ class CheckpointSummary:
     kv_bytes_per_token: int
     sampling_defaults: Mapping[str, Any]
     num_unused_tensors: int
+    expert_capacity: int | None = None
 
     @property
     def num_experts_total(self) -> int:
@@ -149,6 +151,7 @@ def describe_checkpoint(model: str | Path, *, hub_cache: Path | None = None) -> 
             if (value := getattr(defaults, name)) is not None
         },
         num_unused_tensors=contents.num_unused,
+        expert_capacity=config.decoding.expert_capacity,
     )
 
 

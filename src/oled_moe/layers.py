@@ -7,6 +7,7 @@ logits are wanted.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +15,13 @@ from torch import Tensor
 
 from oled_moe.kernels.linear import head_logits, linear
 from oled_moe.kernels.native import Segment as KvSegment
+from oled_moe.kernels.rows import admit as admit
 from oled_moe.kernels.rows import attend, choose, route, router_logits, store
+from oled_moe.kernels.rows import choose_within as choose_within
 from oled_moe.kernels.rows import rms_norm as rms_norm
 from oled_moe.kernels.rows import rotate as rotate
 from oled_moe.kernels.rows import router_weight as router_weight
+from oled_moe.kernels.rows import sigmoid_shares as sigmoid_shares
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.types import ForwardContext
 
@@ -39,6 +43,19 @@ def run_directly(
 ) -> tuple[Tensor, ...]:
     """The `RunPiece` that adds nothing."""
     return piece(*inputs)
+
+
+class Routing(NamedTuple):
+    """What a router made of a layer's tokens.
+
+    Shapes: ids int64 [T, K]; shares fp32 [T, K], which add up to 1 per token; weights fp32 [T, K],
+    by which outputs are mixed; scores fp32 [T, E], all of the router's.
+    """
+
+    ids_TK: Tensor
+    shares_TK: Tensor
+    weights_TK: Tensor
+    scores_TE: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +371,14 @@ def softmax_router(
     scores_TE = torch.softmax(linear(hidden_TD, weight_ED).float(), dim=-1)
     if bias_E is not None:
         scores_TE = scores_TE + bias_E.float()
-    chosen_TK, ids_TK = scores_TE.topk(top_k, dim=-1)
+    ids_TK = scores_TE.topk(top_k, dim=-1).indices
+    return ids_TK, *softmax_shares(scores_TE, ids_TK, is_normalised=is_normalised), scores_TE
+
+
+def softmax_shares(
+    scores_TE: Tensor, ids_TK: Tensor, *, is_normalised: bool
+) -> tuple[Tensor, Tensor]:
+    """Shares and mixing weights fp32 [T, K] of chosen experts, as `softmax_router` has them."""
+    chosen_TK = scores_TE.gather(1, ids_TK)
     shares_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
-    return ids_TK, shares_TK, shares_TK if is_normalised else chosen_TK, scores_TE
+    return shares_TK, shares_TK if is_normalised else chosen_TK

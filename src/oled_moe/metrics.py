@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from oled_moe.counters import ExpertCounters, ratio
 from oled_moe.decoding import DecodingCounters
+from oled_moe.sharing import ChoiceCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,9 @@ class GenerationStats:
     slots may take at most. `policy_overhead`: share of the request's time spent deciding.
     `bytes_loaded` counts copies on demand; `bytes_prefetched` those ahead of it, `bytes_wasted` the
     ones among them that nothing used; `ready_rate` is the hit rate with what was copied ahead in
-    time.
+    time. `choices_replaced`: how often a lossy rule gave a token another expert than it had chosen,
+    and `replaced_share` that as a share of all choices in the denoising rows of its forwards; 0
+    without a rule.
 
     Units: seconds, bytes.
     """
@@ -48,6 +51,8 @@ class GenerationStats:
     ready_rate: float = 0.0
     bytes_prefetched: int = 0
     bytes_wasted: int = 0
+    choices_replaced: int = 0
+    replaced_share: float = 0.0
 
 
 def generation_stats(
@@ -59,8 +64,13 @@ def generation_stats(
     max_resident_experts: int,
     expert_memory_bytes: int,
     planning_s: float,
+    choices: ChoiceCounts | None = None,
 ) -> GenerationStats:
-    """Everything about one request as one value. Units: seconds, bytes."""
+    """Everything about one request as one value; `choices` where there is a lossy rule.
+
+    Units: seconds, bytes.
+    """
+    choices = choices or ChoiceCounts()
     num_forwards = counters.num_denoise_forwards + counters.num_commit_forwards
     decode_s = counters.last_token_s - counters.prefill_end_s
     total_s = counters.last_token_s - counters.start_s
@@ -85,6 +95,8 @@ def generation_stats(
         ready_rate=experts.ready_rate.mean(),
         bytes_prefetched=(experts.num_prefetched - experts.num_cancelled) * expert_bytes,
         bytes_wasted=max(0, experts.num_wasted) * expert_bytes,
+        choices_replaced=choices.num_replaced,
+        replaced_share=ratio(choices.num_replaced, choices.num_choices),
     )
 
 
@@ -129,4 +141,6 @@ def combine_stats(stats: Sequence[GenerationStats], num_tokens: Sequence[int]) -
         ready_rate=mean("ready_rate", num_forwards),
         bytes_prefetched=total("bytes_prefetched"),
         bytes_wasted=total("bytes_wasted"),
+        choices_replaced=total("choices_replaced"),
+        replaced_share=mean("replaced_share", num_forwards),
     )

@@ -212,6 +212,7 @@ class ExpertMonitor:
         return {
             "device": self._engine.config.device,
             "policy": self._engine.policy.name,
+            "lossy": self._engine.config.lossy,
             "tier": totals.tier,
             "num_experts": shape.num_experts,
             "top_k": shape.top_k,

@@ -16,9 +16,10 @@ import torch
 from oled_moe.checkpoint import INDEX_NAME, Checkpoint
 from oled_moe.config import (
     DTYPES,
-    ONE_BLOCK_ALGORITHMS,
+ONE_BLOCK_ALGORITHMS,
     EngineConfig,
     SamplingParams,
+    block_routing_words,
     check_int,
     format_size,
 )
@@ -168,6 +169,13 @@ def _opened(
     else:
         weights = _weights_of_config(checkpoint.config, family, config, wanted)
     defaults = sampling_defaults_of(checkpoint, config, None)
+    capacity = config.decoding.expert_capacity
+    if capacity is not None:
+        notes = [
+            *notes,
+            f"block routing: {block_routing_words(capacity, config.num_experts)}; the active "
+            "experts predicted here are those of models without it",
+        ]
     return OpenedModel(
         name=name,
         path=checkpoint.path if checkpoint.path.exists() else None,

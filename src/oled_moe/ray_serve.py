@@ -98,6 +98,7 @@ class ServeArgs(BaseModel):
     seed: int = 0
     force: bool = False
     cuda_graphs: bool = False
+    lossy: str | None = None
 
     max_queue: int = Field(default=64, ge=0)
     spill_after: int | None = Field(default=None, ge=0)

@@ -1,7 +1,8 @@
 """Recording a routing trace from a live engine: prompts one after another, all that was routed.
 
 Whatever device and policy the engine has: with experts on one device, what is recorded does not
-depend on them. Nothing is written here; an interrupted recording leaves nothing behind.
+depend on them, unless a lossy rule shares experts, which the header then names. Nothing is written
+here; an interrupted recording leaves nothing behind.
 """
 
 import re
@@ -82,6 +83,8 @@ def record_trace(
                 "oled_moe": __version__,
                 "device": engine.config.device,
                 "policy": engine.policy.name,
+                # A rule's name where what was routed is not the model's own choice.
+                "lossy": engine.config.lossy,
                 "decoding": asdict(decoding),
             }
         },

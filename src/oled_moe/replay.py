@@ -216,6 +216,11 @@ class Replayer:
 
     def __init__(self, engine: Engine, trace: RoutingTrace, *, seed: int = 0) -> None:
         check_policy(engine.policy)
+        if engine.config.lossy is not None:
+            raise ConfigError(
+                f"lossy is {engine.config.lossy!r}; a replay has its experts from a trace, where "
+                "no rule can replace them: leave it out"
+            )
         self._engine = engine
         self._trace = trace
         self._kv: dict[int, SequenceKv] = {}

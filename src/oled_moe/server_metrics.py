@@ -64,6 +64,9 @@ class ServerMetrics:
             buckets=(0, *_COUNTS),
         ).labels(**self._labels)
         self._edited = self._counter("edited_tokens", "Tokens that a later step replaced.")
+        self._replaced = self._counter(
+            "choices_replaced", "Choices of experts that a lossy rule replaced, of whole answers."
+        )
         self._registry.register(_RuntimeCollector(self))
 
     @property
@@ -98,6 +101,7 @@ class ServerMetrics:
         num_tokens = len(result.token_ids)
         self._prompt_tokens.inc(handle.num_prompt_tokens)
         self._generation_tokens.inc(num_tokens)
+        self._replaced.inc(result.stats.choices_replaced)
         self._queue.observe(handle.admitted_s - handle.submitted_s)
         self._prefill.observe(handle.prefill_end_s - handle.admitted_s)
         self._ttft.observe(handle.first_token_s - handle.submitted_s)
@@ -148,6 +152,15 @@ class _RuntimeCollector(Collector):
         yield self._gauge("num_requests_waiting", "Requests in the queue.", scheduler.num_waiting)
         usage = scheduler.kv_tokens / max(1, scheduler.kv_capacity_tokens)
         yield self._gauge("kv_cache_usage_perc", "Keys and values in use, 1 for all.", usage)
+        if runtime.engine.config.lossy is not None:
+            rule = GaugeMetricFamily(
+                f"{PREFIX}lossy_info",
+                "The rule by which experts are shared: answers are not the model's own.",
+                labels=["model_name", "rule"],
+            )
+            name = self._metrics.labels["model_name"]
+            rule.add_metric([name, runtime.engine.config.lossy], 1)
+            yield rule
         if runtime.monitor is not None:
             yield from self._experts(runtime)
 

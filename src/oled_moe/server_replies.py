@@ -380,5 +380,6 @@ def usage_of(answers: Answers) -> Usage:
             edited_tokens=sum(answer.num_edited for answer in answers.answers),
             expert_hit_rate=stats.hit_rate if stats.num_denoise_forwards else None,
             bytes_fetched=stats.bytes_loaded + stats.bytes_prefetched,
+            choices_replaced=stats.choices_replaced,
         ),
     )

@@ -434,7 +434,8 @@ class ErrorReply(Reply):
 class DiffusionUsage(Reply):
     """`nfe`: denoising and commit forwards that the answer took part in. `blocks`: blocks begun.
     `edited_tokens`: tokens that a later step replaced. `bytes_fetched`: copies of experts in those
-    forwards, which other answers may have shared."""
+    forwards, which other answers may have shared. `choices_replaced`: how often a lossy rule gave a
+    token another expert than its own choice; 0 without one."""
 
     nfe: int
     blocks: int
@@ -442,6 +443,7 @@ class DiffusionUsage(Reply):
     edited_tokens: int
     expert_hit_rate: float | None
     bytes_fetched: int
+    choices_replaced: int
 
 
 class CompletionTokensDetails(Reply):
@@ -526,6 +528,8 @@ class CompletionReply(Reply):
 
 
 class ModelCard(Reply):
+    """`lossy`: the rule by which experts are shared, null where answers are the model's own."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -533,6 +537,7 @@ class ModelCard(Reply):
     root: str
     parent: None = None
     max_model_len: int
+    lossy: str | None = None
 
 
 class ModelList(Reply):

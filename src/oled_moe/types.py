@@ -94,6 +94,20 @@ class ForwardContext:
     def num_tokens(self) -> int:
         return len(self.token_confidence)
 
+    @property
+    def block_sizes(self) -> list[int]:
+        """Tokens of each block of each row, in order: blocks lie on multiples of block_length."""
+        assert self.token_position is not None, "whoever runs a model knows positions"
+        sizes, end = [], 0
+        for row in self.rows:
+            start, end = end, end + row.num_tokens
+            left = row.num_tokens
+            first = self.block_length - int(self.token_position[start]) % self.block_length
+            while left:
+                sizes.append(min(left, first))
+                left, first = left - sizes[-1], self.block_length
+        return sizes
+
     def part(self, is_wanted: Sequence[bool]) -> "ForwardContext":
         """The same forward with some of its rows only; one flag for each row."""
         counts = [row.num_tokens for row in self.rows]

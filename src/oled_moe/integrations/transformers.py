@@ -98,6 +98,7 @@ def offload_experts(
     dtype: torch.dtype | str | None = None,
     offload_folder: str | Path | None = None,
     hardware: HardwareProfile | None = None,
+    lossy: str | None = None,
 ) -> Any:
     """Take the routed experts out of a model, which is changed in place and returned, to be run
     only: it is put into evaluation mode and asks for no gradients.
@@ -111,12 +112,18 @@ def offload_experts(
     `expert_memory` (bytes, "4GiB", "25%" of all experts) is for all expert slots together,
     `experts_per_layer` their mean number in a layer; without either, what the machine has to spare.
     `device`: cpu, cuda, emulated; by default where the model lies. `cpu_experts` lets the CPU of a
-    GPU machine compute missing experts, which rounds otherwise than the GPU does.
+    GPU machine compute missing experts, which rounds otherwise than the GPU does. `lossy` is what
+    the engine's own models take, and refused here.
 
     Raises: DoesNotFitError with the smallest budget that works; ConfigError for a model whose
     experts cannot be run, saying why; CheckpointError, ModelNotFoundError. The model is unchanged
     then.
     """
+    if lossy is not None:
+        raise ConfigError(
+            f"lossy is {lossy!r}; models of Transformers choose their experts themselves, which no "
+            "rule can change here: leave it out"
+        )
     source = _source_of(model, dtype, offload_folder)
     found = source.experts
     device = device or source.device

@@ -125,16 +125,62 @@ def route(
     scores_TE = torch.sigmoid(logits_TE)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if num_kept_groups < num_groups:
-        grouped = choice_TE.view(len(choice_TE), num_groups, -1)
-        group_scores = grouped.topk(2, dim=-1).values.sum(-1)
-        kept = group_scores.topk(num_kept_groups, dim=-1).indices
-        is_kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, kept, True)
-        choice_TE = grouped.masked_fill(~is_kept[..., None], float("-inf")).flatten(1)
+        is_kept = _kept_groups(choice_TE, num_groups, num_kept_groups)
+        choice_TE = choice_TE.masked_fill(~is_kept, float("-inf"))
     ids_TK = choice_TE.topk(top_k, dim=-1).indices
+    return ids_TK, sigmoid_shares(scores_TE, ids_TK), scores_TE
+
+
+def admit(choice_TE: Tensor, block_sizes: Sequence[int], capacity: int) -> Tensor:
+    """The experts that each block admits, by its best score of any token; bool [T, E].
+
+    Blocks are consecutive tokens; ties go to the lower id. Shapes: fp32 [T, E].
+    """
+    parts = torch.split(choice_TE, list(block_sizes))
+    best_BE = torch.stack([part.amax(0) for part in parts])
+    admitted = best_BE.argsort(dim=-1, descending=True, stable=True)[:, :capacity]
+    is_admitted = torch.zeros_like(best_BE, dtype=torch.bool).scatter_(1, admitted, True)
+    sizes = zip(is_admitted, block_sizes, strict=True)
+    return torch.cat([row_E.expand(size, -1) for row_E, size in sizes])
+
+
+def choose_within(
+    choice_TE: Tensor,
+    allowed_TE: Tensor,
+    *,
+    top_k: int,
+    num_groups: int = 1,
+    num_kept_groups: int = 1,
+) -> Tensor:
+    """The K best allowed experts of each token, int64 [T, K], best first; ties to the lower id.
+
+    Groups are kept as if all were allowed, so that a token whose own choice is allowed keeps it.
+    Where fewer than K are allowed there, the rest are the best allowed elsewhere, then the best of
+    its groups, then of all. Shapes: choice fp32 [T, E], allowed bool [T, E].
+    """
+    order_TE = choice_TE.argsort(dim=-1, descending=True, stable=True)
+    tier_TE = (~allowed_TE).to(torch.int8) * 2
+    if num_kept_groups < num_groups:
+        tier_TE += (~_kept_groups(choice_TE, num_groups, num_kept_groups)).to(torch.int8)
+    by_tier = tier_TE.gather(1, order_TE).argsort(dim=-1, stable=True)[:, :top_k]
+    return order_TE.gather(1, by_tier)
+
+
+def _kept_groups(choice_TE: Tensor, num_groups: int, num_kept_groups: int) -> Tensor:
+    """Whether each expert is in one of its token's best groups, bool [T, E]."""
+    grouped = choice_TE.view(len(choice_TE), num_groups, -1)
+    group_scores = grouped.topk(2, dim=-1).values.sum(-1)
+    kept = group_scores.topk(num_kept_groups, dim=-1).indices
+    is_kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, kept, True)
+    return is_kept.repeat_interleave(grouped.shape[-1], dim=1)
+
+
+def sigmoid_shares(scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    """Mixing weights fp32 [T, K] of chosen experts, unscaled: sigmoids, normalised when K > 1."""
     weights_TK = scores_TE.gather(1, ids_TK)
-    if top_k > 1:
+    if ids_TK.shape[1] > 1:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return ids_TK, weights_TK, scores_TE
+    return weights_TK
 
 
 def attend(queries_TQH: Tensor, segments: Sequence[Segment]) -> Tensor:

@@ -27,13 +27,16 @@ from oled_moe.layers import (
     ForwardBatch,
     Logits,
     RowLogits,
+    Routing,
     RunPiece,
     block_attention,
+    choose_within,
     rms_norm,
     rotary_table,
     rotate,
     run_directly,
     softmax_router,
+    softmax_shares,
     swiglu,
     write_kv,
 )
@@ -483,10 +486,19 @@ class LladaMoe:
             top_k=self.config.top_k,
             is_normalised=False,
         )
-        weights_TK = weights_TK.to(normed_TD.dtype).float()
-        self._show(f"layers.{layer}.topk_idx", ids_TK)
-        self._show(f"layers.{layer}.topk_weight", weights_TK)
+        weights_TK = weights_TK.to(self._dtype).float()
         return hidden_TD, normed_TD, ids_TK, shares_TK, weights_TK, scores_TE
+
+    def _restrict(self, moe_index: int, routing: Routing, batch: ForwardBatch) -> Routing:
+        """What tokens choose where a lossy rule limits them."""
+        scores_TE = routing.scores_TE
+
+        def choose(allowed_TE: Tensor) -> Routing:
+            ids_TK = choose_within(scores_TE, allowed_TE, top_k=self.config.top_k)
+            shares_TK, weights_TK = softmax_shares(scores_TE, ids_TK, is_normalised=False)
+            return Routing(ids_TK, shares_TK, weights_TK.to(self._dtype).float(), scores_TE)
+
+        return self._experts.restrict(moe_index, routing, scores_TE, batch.context, choose)
 
     def _shared(self, layer: int, normed_TD: Tensor) -> tuple[Tensor]:
         """The shared expert."""
@@ -496,23 +508,24 @@ class LladaMoe:
 
     def _moe(self, layer: int, attended: Tensor, hidden_TD: Tensor, batch: ForwardBatch) -> Tensor:
         """A layer with experts, behind attention."""
-        hidden_TD, normed_TD, ids_TK, shares_TK, weights_TK, scores_TE = self._run(
-            layer, "route", self._route, attended, hidden_TD
-        )
+        hidden_TD, normed_TD, *routed = self._run(layer, "route", self._route, attended, hidden_TD)
         weights = self._layers[layer]
         assert weights.moe_index is not None
+        routing = self._restrict(weights.moe_index, Routing(*routed), batch)
+        self._show(f"layers.{layer}.topk_idx", routing.ids_TK)
+        self._show(f"layers.{layer}.topk_weight", routing.weights_TK)
         pending = self._experts.start(
             weights.moe_index,
             normed_TD,
-            ids_TK,
-            shares_TK,
+            routing.ids_TK,
+            routing.shares_TK,
             batch.context,
-            scores_TE if self._experts.wants_gate_scores else None,
+            routing.scores_TE if self._experts.wants_gate_scores else None,
         )
         shared_TD = None
         if weights.mlp is not None:
             (shared_TD,) = self._run(layer, "shared", self._shared, normed_TD)
-        out_TD = self._experts.finish(pending, weights_TK).to(normed_TD.dtype)
+        out_TD = self._experts.finish(pending, routing.weights_TK).to(normed_TD.dtype)
         if shared_TD is not None:
             out_TD = out_TD + shared_TD
         self._show(f"layers.{layer}.mlp_out", out_TD)

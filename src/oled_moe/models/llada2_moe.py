@@ -17,33 +17,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oled_moe.checkpoint import WeightMap
-from oled_moe.config import BLOCK_ALGORITHMS, FamilyDecoding
+from oled_moe.config import BLOCK_ALGORITHMS, FamilyDecoding, SamplingParams
 from oled_moe.errors import CheckpointError
 from oled_moe.experts import OffloadedExperts
 from oled_moe.kernels.linear import head_logits, linear
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import (
     ForwardBatch,
+    Routing,
     RunPiece,
+    admit,
     block_attention,
+    choose_within,
     grouped_sigmoid_router,
     rms_norm,
     rotary_table,
     rotate,
     router_weight,
     run_directly,
+    sigmoid_shares,
     swiglu,
     write_kv,
 )
 from oled_moe.models.fields import MAX_EXPERTS, MAX_LAYERS, FieldReader
 from oled_moe.store import ExpertPart
+from oled_moe.types import ForwardContext
 
 Probe = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The fields of config.json that the model depends on, validated."""
+    """The fields of config.json that the model depends on, validated.
+
+    `expert_capacity`: with block routing, how many experts a block admits; `block_size`: the only
+    block length it is meant for, None where any is. Both None without block routing.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -69,6 +78,8 @@ class Config:
     has_output_bias: bool
     has_expert_bias: bool
     is_head_tied: bool
+    expert_capacity: int | None = None
+    block_size: int | None = None
 
     @property
     def num_moe_layers(self) -> int:
@@ -77,7 +88,12 @@ class Config:
     @property
     def decoding(self) -> FamilyDecoding:
         """Block after block; models.md 4 and 5."""
-        return FamilyDecoding(BLOCK_ALGORITHMS)
+        return FamilyDecoding(
+            BLOCK_ALGORITHMS,
+            SamplingParams(block_length=self.block_size),
+            block_length=self.block_size,
+            expert_capacity=self.expert_capacity,
+        )
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> "Config":
@@ -124,6 +140,7 @@ class Config:
             has_output_bias=read.flag("use_bias", default=False),
             has_expert_bias=read.flag("moe_router_enable_expert_bias", default=True),
             is_head_tied=read.flag("tie_word_embeddings", default=False),
+            **_block_routing(read, values, num_experts),
         )
         # Of the two names for the rotated part, the one that was used.
         has_share = values.get("partial_rotary_factor") is not None
@@ -150,6 +167,19 @@ class Config:
             )
 
 
+def _block_routing(
+    read: FieldReader, values: Mapping[str, Any], num_experts: int
+) -> dict[str, int | None]:
+    """`expert_capacity` and `block_size`; without the first the second means nothing."""
+    if values.get("expert_capacity") is None:
+        return {}
+    top_k = read.whole("num_experts_per_tok")
+    capacity = read.whole("expert_capacity", minimum=top_k, maximum=num_experts)
+    if values.get("block_size") is None:
+        return {"expert_capacity": capacity}
+    return {"expert_capacity": capacity, "block_size": read.whole("block_size", maximum=2**20)}
+
+
 # Options that change the numbers, and the values that code here implements; None is absent.
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu"),
@@ -158,7 +188,6 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "norm_head": (None, False),
     "use_sliding_window": (None, False),
     "quantization_config": (None,),
-    "expert_capacity": (None,),
 }
 _EXPERT_NAME = re.compile(
     r"model\.layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?"
@@ -477,12 +506,46 @@ class Llada2Moe:
             num_kept_groups=config.num_kept_groups,
             top_k=config.top_k,
         )
-        weights_TK = gates_TK * config.routed_scale
-        self._show(f"layers.{layer}.topk_idx", ids_TK)
-        self._show(f"layers.{layer}.topk_weight", weights_TK)
+        return hidden_TD, normed_TD, *self._routing(ids_TK, gates_TK, scores_TE)
+
+    def _routing(self, ids_TK: Tensor, gates_TK: Tensor, scores_TE: Tensor) -> Routing:
+        config = self.config
         # With one expert per token the router's weight is not normalised; its share is 1.
         shares_TK = gates_TK if config.top_k > 1 else torch.ones_like(gates_TK)
-        return hidden_TD, normed_TD, ids_TK, shares_TK, weights_TK, scores_TE
+        return Routing(ids_TK, shares_TK, gates_TK * config.routed_scale, scores_TE)
+
+    def _restrict(self, layer: int, routing: Routing, context: ForwardContext) -> Routing:
+        """What tokens choose among the experts that their block admits, where the model has block
+        routing, and that a lossy rule allows, where there is one.
+
+        Block routing is among all admitted experts: groups play no part. Source: models.md 1.1,
+        policies.md 7; sgl-project/sglang PR 31768, the reference of its kernel tests.
+        """
+        config, scores_TE = self.config, routing.scores_TE
+        if config.expert_capacity is None and self._experts.sharing is None:
+            return routing
+        bias_E = self._layers[layer].router_bias
+        choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+        num_groups, num_kept_groups = config.num_groups, config.num_kept_groups
+        if config.expert_capacity is not None:
+            num_groups = num_kept_groups = 1
+            is_admitted_TE = admit(choice_TE, context.block_sizes, config.expert_capacity)
+            choice_TE = choice_TE.masked_fill(~is_admitted_TE, float("-inf"))
+
+        def choose(allowed_TE: Tensor) -> Routing:
+            ids_TK = choose_within(
+                choice_TE,
+                allowed_TE,
+                top_k=config.top_k,
+                num_groups=num_groups,
+                num_kept_groups=num_kept_groups,
+            )
+            return self._routing(ids_TK, sigmoid_shares(scores_TE, ids_TK), scores_TE)
+
+        if config.expert_capacity is not None:
+            routing = choose(is_admitted_TE)
+        moe_layer = layer - config.num_dense_layers
+        return self._experts.restrict(moe_layer, routing, choice_TE, context, choose)
 
     def _shared(self, layer: int, normed_TD: Tensor) -> tuple[Tensor]:
         """The shared expert."""
@@ -492,22 +555,23 @@ class Llada2Moe:
 
     def _moe(self, layer: int, attended: Tensor, hidden_TD: Tensor, batch: ForwardBatch) -> Tensor:
         """A layer with experts, behind attention."""
-        hidden_TD, normed_TD, ids_TK, shares_TK, weights_TK, scores_TE = self._run(
-            layer, "route", self._route, attended, hidden_TD
-        )
+        hidden_TD, normed_TD, *routed = self._run(layer, "route", self._route, attended, hidden_TD)
+        routing = self._restrict(layer, Routing(*routed), batch.context)
+        self._show(f"layers.{layer}.topk_idx", routing.ids_TK)
+        self._show(f"layers.{layer}.topk_weight", routing.weights_TK)
         pending = self._experts.start(
             layer - self.config.num_dense_layers,
             normed_TD,
-            ids_TK,
-            shares_TK,
+            routing.ids_TK,
+            routing.shares_TK,
             batch.context,
-            scores_TE if self._experts.wants_gate_scores else None,
+            routing.scores_TE if self._experts.wants_gate_scores else None,
         )
         shared_TD = None
         if self._layers[layer].mlp is not None:
             (shared_TD,) = self._run(layer, "shared", self._shared, normed_TD)
             self._show(f"layers.{layer}.shared_out", shared_TD)
-        out_TD = self._experts.finish(pending, weights_TK).to(normed_TD.dtype)
+        out_TD = self._experts.finish(pending, routing.weights_TK).to(normed_TD.dtype)
         self._show(f"layers.{layer}.routed_out", out_TD)
         return hidden_TD + (out_TD if shared_TD is None else out_TD + shared_TD)
 

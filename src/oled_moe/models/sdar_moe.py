@@ -27,13 +27,16 @@ from oled_moe.layers import (
     ForwardBatch,
     Logits,
     RowLogits,
+    Routing,
     RunPiece,
     block_attention,
+    choose_within,
     rms_norm,
     rotary_table,
     rotate,
     run_directly,
     softmax_router,
+    softmax_shares,
     swiglu,
     write_kv,
 )
@@ -437,28 +440,44 @@ class SdarMoe:
         ids_TK, shares_TK, weights_TK, scores_TE = softmax_router(
             normed_TD, router, top_k=config.top_k, is_normalised=config.is_normalised
         )
-        if config.are_weights_rounded:
-            weights_TK = weights_TK.to(normed_TD.dtype).float()
-        self._show(f"layers.{layer}.topk_idx", ids_TK)
-        self._show(f"layers.{layer}.topk_weight", weights_TK)
-        return hidden_TD, normed_TD, ids_TK, shares_TK, weights_TK, scores_TE
+        return hidden_TD, normed_TD, ids_TK, shares_TK, self._rounded(weights_TK), scores_TE
+
+    def _rounded(self, weights_TK: Tensor) -> Tensor:
+        """Mixing weights as the experts' outputs are multiplied by them."""
+        if not self.config.are_weights_rounded:
+            return weights_TK
+        return weights_TK.to(self._dtype).float()
+
+    def _restrict(self, moe_index: int, routing: Routing, batch: ForwardBatch) -> Routing:
+        """What tokens choose where a lossy rule limits them."""
+        config, scores_TE = self.config, routing.scores_TE
+
+        def choose(allowed_TE: Tensor) -> Routing:
+            ids_TK = choose_within(scores_TE, allowed_TE, top_k=config.top_k)
+            shares_TK, weights_TK = softmax_shares(
+                scores_TE, ids_TK, is_normalised=config.is_normalised
+            )
+            return Routing(ids_TK, shares_TK, self._rounded(weights_TK), scores_TE)
+
+        return self._experts.restrict(moe_index, routing, scores_TE, batch.context, choose)
 
     def _moe(self, layer: int, attended: Tensor, hidden_TD: Tensor, batch: ForwardBatch) -> Tensor:
         """A layer with experts, behind attention."""
-        hidden_TD, normed_TD, ids_TK, shares_TK, weights_TK, scores_TE = self._run(
-            layer, "route", self._route, attended, hidden_TD
-        )
+        hidden_TD, normed_TD, *routed = self._run(layer, "route", self._route, attended, hidden_TD)
         moe_index = self._layers[layer].moe_index
         assert moe_index is not None
+        routing = self._restrict(moe_index, Routing(*routed), batch)
+        self._show(f"layers.{layer}.topk_idx", routing.ids_TK)
+        self._show(f"layers.{layer}.topk_weight", routing.weights_TK)
         pending = self._experts.start(
             moe_index,
             normed_TD,
-            ids_TK,
-            shares_TK,
+            routing.ids_TK,
+            routing.shares_TK,
             batch.context,
-            scores_TE if self._experts.wants_gate_scores else None,
+            routing.scores_TE if self._experts.wants_gate_scores else None,
         )
-        out_TD = self._experts.finish(pending, weights_TK).to(normed_TD.dtype)
+        out_TD = self._experts.finish(pending, routing.weights_TK).to(normed_TD.dtype)
         self._show(f"layers.{layer}.mlp_out", out_TD)
         return hidden_TD + out_TD
 

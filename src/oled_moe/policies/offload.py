@@ -61,22 +61,26 @@ class OffloadPolicy:
 class Parameters:
     """The `key=value` pairs of a policy's name, read as what they must be.
 
+    `kind`: whose they are, for messages.
     Raises: ConfigError naming the parameter, its text and what is allowed.
     """
 
-    def __init__(self, values: Mapping[str, str]) -> None:
+    def __init__(self, values: Mapping[str, str], *, kind: str = "policy") -> None:
         self._values = values
+        self._kind = kind
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
         """Parameters that mean nothing here are errors, never dropped."""
         for name in names:
             if name in self._values:
-                raise ConfigError(f"policy parameter {name} has no effect: {reason}")
+                raise ConfigError(f"{self._kind} parameter {name} has no effect: {reason}")
 
     def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
         text = self._values.get(name, default)
         if text not in allowed:
-            raise ConfigError(f"policy parameter {name} is {text!r}; allowed: {', '.join(allowed)}")
+            raise ConfigError(
+                f"{self._kind} parameter {name} is {text!r}; allowed: {', '.join(allowed)}"
+            )
         return text
 
     def flag(self, name: str, default: bool) -> bool:
@@ -93,7 +97,7 @@ class Parameters:
             value = minimum - 1
         if not minimum <= value <= maximum:
             raise ConfigError(
-                f"policy parameter {name} is {text!r}; allowed: a whole number, "
+                f"{self._kind} parameter {name} is {text!r}; allowed: a whole number, "
                 f"{minimum} to {maximum}"
             )
         return value
@@ -111,7 +115,7 @@ class Parameters:
             value = float("nan")
         if not minimum <= value <= maximum:
             raise ConfigError(
-                f"policy parameter {name} is {text!r}; allowed: a number, "
+                f"{self._kind} parameter {name} is {text!r}; allowed: a number, "
                 f"{minimum:g} to {maximum:g}"
             )
         return value
