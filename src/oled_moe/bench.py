@@ -314,7 +314,7 @@ class BenchReport:
             _case_dict(result, self.baseline_of(result), str(self.setup["device"]))
             for result in self.results
         ]
-        notes = [*self.setup["notes"], *_notes_on(self.results, self.tokens)]
+        notes = [*self.setup["notes"], *_notes_on(self.results, self.tokens, self.setup)]
         tokens = {**asdict(self.tokens), "is_failed": self.tokens.is_failed}
         return {**self.setup, "notes": notes, "tokens": tokens, "cases": cases}
 
@@ -421,7 +421,9 @@ def _tiers(device: str) -> dict[str, str]:
     return {"src": "ram", "dst": f"{device} device"}
 
 
-def _notes_on(results: Sequence[CaseResult], tokens: TokenCheck) -> list[str]:
+def _notes_on(
+    results: Sequence[CaseResult], tokens: TokenCheck, setup: Mapping[str, Any]
+) -> list[str]:
     """What the measurement itself says about how far to trust it."""
     notes = []
     waiting = [result.case.label for result in results if result.is_waiting()]
@@ -439,9 +441,12 @@ def _notes_on(results: Sequence[CaseResult], tokens: TokenCheck) -> list[str]:
         notes.append(f"{num_failed} requests failed and are in no time and no ratio.")
     notes += [note for result in results if (note := _drift_of(result)) is not None]
     if tokens.difference is not None and not tokens.must_agree:
+        why = "experts ran on the CPU, which rounds otherwise; --no-cpu-experts makes them equal"
+        if setup["lossy"]:
+            why = f"by {setup['lossy']} they may depend on what is resident, or where experts ran"
         notes.append(
-            "Answers differ between cases: experts ran on the CPU, which rounds otherwise. Times "
-            "per token compare answers of other lengths then; --no-cpu-experts makes them equal."
+            f"Answers differ between cases: {why}. Times per token compare answers of other "
+            "lengths then."
         )
     return notes
 

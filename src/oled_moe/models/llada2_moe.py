@@ -527,6 +527,7 @@ class Llada2Moe:
         bias_E = self._layers[layer].router_bias
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         num_groups, num_kept_groups = config.num_groups, config.num_kept_groups
+        is_admitted_TE = None
         if config.expert_capacity is not None:
             num_groups = num_kept_groups = 1
             is_admitted_TE = admit(choice_TE, context.block_sizes, config.expert_capacity)
@@ -535,14 +536,14 @@ class Llada2Moe:
         def choose(allowed_TE: Tensor) -> Routing:
             ids_TK = choose_within(
                 choice_TE,
-                allowed_TE,
+                allowed_TE if is_admitted_TE is None else allowed_TE & is_admitted_TE,
                 top_k=config.top_k,
                 num_groups=num_groups,
                 num_kept_groups=num_kept_groups,
             )
             return self._routing(ids_TK, sigmoid_shares(scores_TE, ids_TK), scores_TE)
 
-        if config.expert_capacity is not None:
+        if is_admitted_TE is not None:
             routing = choose(is_admitted_TE)
         moe_layer = layer - config.num_dense_layers
         return self._experts.restrict(moe_layer, routing, choice_TE, context, choose)
