@@ -32,6 +32,7 @@ figures: $(VENV)/.installed
 	$(BIN)/python -m experiments.04_calibrated_reuse.plot
 	$(BIN)/python -m experiments.05_prefetch.plot
 	$(BIN)/python -m experiments.07_speed.plot
+	$(BIN)/python -m experiments.09_lossy_sharing.plot
 	for plot in experiments/paper/fig_*/plot.py; do $(BIN)/python -m experiments.paper.$$(basename $$(dirname $$plot)).plot || exit 1; done
 
 # torch goes in first and at exactly the pinned version: a machine that already has that

@@ -59,10 +59,10 @@ class ReadyBackend:
 
 @contextmanager
 def demo_runtime(
-    *, max_num_seqs: int = 4, max_waiting: int = 64, dtype: str | None = None
+    *, max_num_seqs: int = 4, max_waiting: int = 64, dtype: str | None = None, **settings: Any
 ) -> Iterator[Runtime]:
     """The demo model and its scheduler, on one thread."""
-    config = EngineConfig(max_num_seqs=max_num_seqs, threads=1, dtype=dtype)
+    config = EngineConfig(max_num_seqs=max_num_seqs, threads=1, dtype=dtype, **settings)
     runtime = start_runtime(lambda: Engine("demo", config), max_waiting=max_waiting)
     try:
         yield runtime
@@ -113,6 +113,7 @@ class FakeEngine:
         self.tokenizer = Tokenizer.load(self.path)
         self.max_model_len = max_model_len
         self.model_config = SimpleNamespace(vocab_size=640)
+        self.config = EngineConfig()
         ids = {"mask_token_id": MASK_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
         self.sampling_defaults = SamplingParams(block_length=4, **ids, **defaults)
 

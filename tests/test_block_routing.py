@@ -24,8 +24,9 @@ from oled_moe.decoding import BlockDiffusionDecoder, DecodingCounters
 from oled_moe.engine import Engine
 from oled_moe.errors import CheckpointError, ConfigError
 from oled_moe.kernels.rows import admit, choose_within
+from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models.llada2_moe import Config
-from oled_moe.types import IntArray, LayerDemand, LayerPlan, Phase
+from oled_moe.types import ForwardContext, ForwardRow, IntArray, LayerDemand, LayerPlan, Phase
 
 B, K, E, C = 8, 3, 24, 7
 VALUES: dict[str, Any] = {
@@ -205,6 +206,47 @@ def test_tokens_are_the_same_folded_and_not(
         *_, last = decoder.decode(prompt, params, counters=counters, request_id=900 + number)
         assert list(last.answer_ids) == answers[number]
         assert (counters.num_commit_forwards > 0) != folds
+
+
+def run_blocks(engine: Engine, ids: list[int], sizes: list[int]) -> tuple[torch.Tensor, Seen]:
+    """Logits of one sequence given in parts of whole blocks, each behind what was given before."""
+    kv, logits, start = engine.model.new_kv(len(ids)), [], 0
+    with Seen(engine) as seen:
+        for size in sizes:
+            end = start + size
+            context = ForwardContext(
+                0,
+                B,
+                (ForwardRow(800, 0, 0, Phase.DENOISE, size),),
+                np.ones(size, np.float32),
+                np.zeros(size, np.uint8),
+                np.arange(start, end),
+            )
+            batch = ForwardBatch(
+                torch.tensor(ids[start:end]),
+                torch.arange(start, end),
+                (Segment(kv, size, True),),
+                context,
+            )
+            engine.start_forward(context)
+            found = engine.model.forward(batch)
+            assert found is not None
+            logits.append(found)
+            kv.advance(size)
+            start = end
+    return torch.cat(logits), seen
+
+
+def test_blocks_route_the_same_at_once_and_behind_a_prefix(engine: Engine) -> None:
+    ids = np.random.default_rng(4).integers(0, 56, 4 * B).tolist()
+    whole, at_once = run_blocks(engine, ids, [4 * B])
+    for sizes in ([B] * 4, [2 * B, B, B]):
+        parts, one_by_one = run_blocks(engine, ids, sizes)
+        torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
+        for layer in range(3):
+            joined = [d.topk_ids for d in one_by_one.demands if d.layer == layer]
+            (expected,) = [d.topk_ids for d in at_once.demands if d.layer == layer]
+            assert np.array_equal(np.concatenate(joined), expected)
 
 
 # --- the two functions by themselves, with real ties

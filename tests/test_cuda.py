@@ -1,9 +1,11 @@
 """The CUDA device without a GPU: on streams that are late on purpose, and memory that refuses."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 from oled_moe import cuda, cuda_memory
 from oled_moe import engine as engine_module
 from oled_moe.cache import ExpertCache
-from oled_moe.config import EngineConfig
+from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_CUDA_PROFILE
 from oled_moe.cuda import (
     MOST_AHEAD,
@@ -708,6 +710,29 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced(
 
 
 # Graphs
+
+
+@pytest.mark.parametrize("lossy", [None, "des-vote:experts=4"])
+def test_restricted_routing_is_that_of_the_cpu(
+    gpu_engine: Callable[..., Engine], tmp_path: Path, lossy: str | None
+) -> None:
+    """Block routing, recorded pieces included, and a lossy rule: late streams change no token."""
+    config = json.loads((GOLDEN / "llada2_a" / "config.json").read_text())
+    config |= {"expert_capacity": config["num_experts_per_tok"] + 2, "block_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(GOLDEN / "llada2_a" / "model.safetensors")
+    params = SamplingParams(max_tokens=24, threshold=0.3, ignore_eos=True)
+    prompts = [[1, 2, 3], list(range(11, 30))]
+
+    def answers(engine: Engine) -> list[list[int]]:
+        return [engine.generate(prompt, params).token_ids for prompt in prompts]
+
+    common = {"experts_per_layer": 5, "cpu_experts": False, "lossy": lossy}
+    with Engine(tmp_path, EngineConfig(**common)) as engine:
+        expected = answers(engine)
+    for graphs in (False, True) if lossy is None else (False,):
+        with gpu_engine(tmp_path, cuda_graphs=graphs, **common) as engine:
+            assert answers(engine) == expected
 
 
 def test_golden_runs_with_recorded_pieces(gpu_engine: Callable[..., Engine]) -> None:

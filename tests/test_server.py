@@ -473,6 +473,27 @@ def test_experts_are_told(http: httpx2.Client) -> None:
     assert told["num_forwards"] > 0 and len(told["layers"]) == 6
 
 
+def test_a_lossy_rule_is_named_everywhere(http: httpx2.Client) -> None:
+    """In the model's card, in usage, in metrics and for the page; without one there is none."""
+    assert http.get("/v1/models/demo").json()["lossy"] is None
+    assert chat(http)["usage"]["diffusion"]["choices_replaced"] == 0
+    assert "lossy_info" not in http.get("/metrics").text
+    rule = "des-seq:top=1"
+    with (
+        demo_runtime(lossy=rule) as made,
+        live_server(create_app(ReadyBackend(made), SETTINGS)) as url,
+        httpx2.Client(base_url=url, timeout=60) as lossy,
+    ):
+        assert lossy.get("/v1/models").json()["data"][0]["lossy"] == rule
+        replaced = chat(lossy)["usage"]["diffusion"]["choices_replaced"]
+        assert replaced > 0
+        key = 'oled_moe:choices_replaced_total{model_name="demo"}'
+        wait_until(lambda: metrics_of(lossy)[key] == replaced)
+        assert metrics_of(lossy)[f'oled_moe:lossy_info{{model_name="demo",rule="{rule}"}}'] == 1
+        assert lossy.get("/experts").json()["lossy"] == rule
+    assert http.get("/experts").json()["lossy"] is None
+
+
 def test_the_page_may_do_little(http: httpx2.Client) -> None:
     page = http.get("/")
     assert page.status_code == 200

@@ -106,6 +106,7 @@ def test_usage_can_be_told_on_the_way_and_at_the_end() -> None:
                 "edited_tokens": 0,
                 "expert_hit_rate": 0.75,
                 "bytes_fetched": 400,
+                "choices_replaced": 0,
             },
         }
 

@@ -1,5 +1,6 @@
 """Lossy expert sharing: the rules alone, in engines of all families, and wherever it is named."""
 
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -413,6 +414,23 @@ def test_block_routing_bounds_what_a_rule_may_allow(tmp_path: Path) -> None:
         )
         result = engine.generate(PROMPTS[1], PARAMS)
     assert result.stats.choices_replaced > 0 and max(sizes) <= 5
+
+
+# --- the experiment
+
+
+def test_the_experiments_tables_are_those_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(str(root))
+    study = importlib.import_module("experiments.09_lossy_sharing.run")
+    lines = (root / "results" / "raw" / "09_lossy_sharing.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [(r["threshold"], r["expert_memory"], r["lossy"]) for r in rows] == list(study.cells())
+    assert all(row.keys() >= {"experiment", "commit", "versions", "load_average"} for row in rows)
+    readme = (root / "experiments" / "09_lossy_sharing" / "README.md").read_text("utf-8")
+    assert all(table.markdown() in readme for table in study.tables(rows))
+    for record in study.questions(None)[:3]:
+        assert study.group_of(record) in study.GROUPS
 
 
 # --- where it is named, and where it is refused

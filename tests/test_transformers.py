@@ -527,6 +527,12 @@ def test_experts_that_cannot_be_run_are_refused_by_name() -> None:
         offload_experts(torch.nn.Linear(2, 2))
 
 
+def test_lossy_rules_are_refused(stored_qwen: tuple[Any, Path]) -> None:
+    _, path = stored_qwen
+    with pytest.raises(ConfigError, match="choose their experts themselves"):
+        offload_experts(path, lossy="dmoe")
+
+
 def test_settings_that_mean_nothing_are_refused(stored_qwen: tuple[Any, Path]) -> None:
     whole, path = stored_qwen
     for settings, said in (
