@@ -138,7 +138,7 @@ def admit(choice_TE: Tensor, block_sizes: Sequence[int], capacity: int) -> Tenso
     """
     parts = torch.split(choice_TE, list(block_sizes))
     best_BE = torch.stack([part.amax(0) for part in parts])
-    admitted = best_BE.argsort(dim=-1, descending=True, stable=True)[:, :capacity]
+    admitted = _order_keys(best_BE).topk(capacity, dim=-1).indices
     is_admitted = torch.zeros_like(best_BE, dtype=torch.bool).scatter_(1, admitted, True)
     sizes = zip(is_admitted, block_sizes, strict=True)
     return torch.cat([row_E.expand(size, -1) for row_E, size in sizes])
@@ -158,12 +158,27 @@ def choose_within(
     Where fewer than K are allowed there, the rest are the best allowed elsewhere, then the best of
     its groups, then of all. Shapes: choice fp32 [T, E], allowed bool [T, E].
     """
-    order_TE = choice_TE.argsort(dim=-1, descending=True, stable=True)
-    tier_TE = (~allowed_TE).to(torch.int8) * 2
+    tier_TE = 2 * allowed_TE.long()
     if num_kept_groups < num_groups:
-        tier_TE += (~_kept_groups(choice_TE, num_groups, num_kept_groups)).to(torch.int8)
-    by_tier = tier_TE.gather(1, order_TE).argsort(dim=-1, stable=True)[:, :top_k]
-    return order_TE.gather(1, by_tier)
+        tier_TE += _kept_groups(choice_TE, num_groups, num_kept_groups)
+    keys_TE = _order_keys(choice_TE) + (tier_TE << _TIER_BIT)
+    return keys_TE.topk(top_k, dim=-1).indices
+
+
+# Keys of 32 bits of a value and 15 of an id, below what tells better experts from worse.
+_ID_BITS, _TIER_BIT = 15, 48
+
+
+def _order_keys(values_TE: Tensor) -> Tensor:
+    """Whole numbers int64 [T, E] that order as fp32 values do, and equal ones by falling id: no two
+    of a row are the same, so that their best do not depend on how those are found."""
+    num_experts = values_TE.shape[1]
+    assert num_experts <= 2**_ID_BITS
+    bits_TE = values_TE.contiguous().view(torch.int32)
+    # As whole numbers, floats below zero order the wrong way round.
+    ordered_TE = (bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)).long()
+    ids_E = torch.arange(num_experts - 1, -1, -1, device=values_TE.device)
+    return (ordered_TE << _ID_BITS) + ids_E
 
 
 def _kept_groups(choice_TE: Tensor, num_groups: int, num_kept_groups: int) -> Tensor:
