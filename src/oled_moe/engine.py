@@ -577,7 +577,7 @@ class Engine:
             if token_id == resolved.mask_token_id:
                 raise ConfigError(f"token {token_id} is given as the mask and as an end token")
         check_int("block_length", resolved.block_length, minimum=1, maximum=self.max_model_len)
-        self._check_block_length(resolved.block_length)
+        self.check_block_length(resolved.block_length)
         num_tokens = num_prompt_tokens + resolved.max_tokens
         if num_tokens > self.max_model_len:
             raise InputError(
@@ -589,8 +589,8 @@ class Engine:
             raise ConfigError("stop strings need a tokenizer, which this checkpoint lacks")
         return resolved
 
-    def _check_block_length(self, block_length: int) -> None:
-        """Refuse blocks other than those by which the model routes."""
+    def check_block_length(self, block_length: int) -> None:
+        """Refuse blocks other than those by which the model routes. Raises: ConfigError."""
         only = self.model_config.decoding.block_length
         if only is not None and block_length != only:
             raise ConfigError(

@@ -146,11 +146,12 @@ def start_runtime(
 
 
 def _check_block(engine: "Engine", defaults: SamplingParams) -> None:
-    """Raise ConfigError where a block is longer than an answer may be."""
+    """Raise ConfigError where blocks are longer than answers may be, or not those of the model."""
     params = defaults.with_defaults(engine.sampling_defaults)
     # Algorithms that make one block of the answer take whatever length that has.
     params = replace(params, max_tokens=params.block_length or 1)
     block_length = DecodingParams.resolve(params).block_length
+    engine.check_block_length(block_length)
     if block_length > engine.max_model_len:
         raise ConfigError(
             f"max-model-len is {engine.max_model_len}, shorter than a block of {block_length} "
