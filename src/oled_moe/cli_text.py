@@ -13,7 +13,6 @@ from oled_moe.config import (
 if TYPE_CHECKING:
     from oled_moe.engine import Engine, GenerationResult
     from oled_moe.inspection import CheckpointSummary
-    from oled_moe.sharing import ExpertSharing
 
 Rows = list[tuple[str, str]]
 _COPIES = {"cpu": "disk to RAM", "cuda": "pinned RAM to GPU"}
@@ -76,18 +75,13 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
     if capacity is not None:
         rows.append(("block routing", block_routing_words(capacity, plan.shape.num_experts)))
     if engine.sharing is not None:
-        rows.append(("lossy", lossy_words(engine.sharing)))
+        words = f"{config.lossy}: experts are shared, answers are not the model's own"
+        if engine.sharing.policy.depends_on_cache:
+            words += " and depend on what is in memory"
+        rows.append(("lossy", words))
     if gpu is None:
         return rows + memory_rows(plan.lines())
     return rows + memory_rows(gpu.gpu_lines()) + memory_rows(gpu.ram_lines())
-
-
-def lossy_words(sharing: "ExpertSharing") -> str:
-    """The rule by which experts are shared, and what that does to answers."""
-    words = f"{sharing.spec}: experts are shared, answers are not the model's own"
-    if sharing.policy.depends_on_cache:
-        words += " and depend on what is in memory"
-    return words
 
 
 def memory_rows(lines: Sequence[tuple[str, int]]) -> Rows:
