@@ -16,7 +16,7 @@ import torch
 from oled_moe.checkpoint import INDEX_NAME, Checkpoint
 from oled_moe.config import (
     DTYPES,
-ONE_BLOCK_ALGORITHMS,
+    ONE_BLOCK_ALGORITHMS,
     EngineConfig,
     SamplingParams,
     block_routing_words,
