@@ -26,8 +26,8 @@ from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import (
     ForwardBatch,
     Logits,
-    RowLogits,
     Routing,
+    RowLogits,
     RunPiece,
     block_attention,
     choose_within,
