@@ -25,7 +25,7 @@ from oled_moe.experts import OffloadedExperts
 from oled_moe.kernels import EachExpert, ExpertKernel, reference
 from oled_moe.lanes import InlineLane, Lane, ThreadLane
 from oled_moe.slots import SlotPool
-from oled_moe.store import ExpertWeights
+from oled_moe.store import Activation, ExpertWeights
 from oled_moe.types import LayerDemand, Phase
 
 SHAPE = shape_of(2, 8, 3)
@@ -186,8 +186,8 @@ def test_residency_never_changes_a_bit(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_router_order_does_not_matter(dtype: torch.dtype) -> None:
-    def kernel(rows_ND: Tensor, weights: ExpertWeights) -> Tensor:
-        return reference.expert_mlp(rows_ND.float(), weights).to(rows_ND.dtype)
+    def kernel(rows_ND: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+        return reference.expert_mlp(rows_ND.float(), weights, activation).to(rows_ND.dtype)
 
     (demand, hidden_TD), _ = Inputs().forward(7)
     hidden_TD = hidden_TD.to(dtype)
@@ -225,11 +225,13 @@ class FaultyKernel:
         self._fail_at = fail_at
         self._num_calls = 0
 
-    def __call__(self, rows_ND: Tensor, weights: ExpertWeights) -> Tensor:
+    def __call__(
+        self, rows_ND: Tensor, weights: ExpertWeights, activation: Activation
+    ) -> Tensor:
         self._num_calls += 1
         if self._num_calls == self._fail_at + 1:
             raise OSError("the kernel fails")
-        return reference.expert_mlp(rows_ND, weights)
+        return reference.expert_mlp(rows_ND, weights, activation)
 
 
 def check_recovery(experts: OffloadedExperts, seed: int) -> None:

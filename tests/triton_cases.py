@@ -4,6 +4,8 @@ pytest does not collect this file by itself: test_triton.py runs it in a process
 interprets, since that is chosen at import.
 """
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oled_moe.kernels import EachExpert, ExpertKernel, reference
-from oled_moe.store import ExpertLayout, SlotArena
+from oled_moe.store import Activation, ExpertLayout, SlotArena
 from oled_moe.types import IntArray
 
 # The interpreter cuts bf16 off where hardware rounds, by a last place of every number on the way.
@@ -71,8 +73,11 @@ def triton_kernel() -> ExpertKernel:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("hidden, width", [(64, 32), (33, 17), (200, 72)])
-def test_agrees_with_the_reference(dtype: torch.dtype, hidden: int, width: int) -> None:
-    layout = ExpertLayout(hidden, width, dtype)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_agrees_with_the_reference(
+    dtype: torch.dtype, hidden: int, width: int, activation: Activation
+) -> None:
+    layout = ExpertLayout(hidden, width, dtype, activation)
     check_kernel(triton_kernel(), layout, [1, 2, 40, 3, 16, 17], gap=2)
 
 

@@ -46,13 +46,18 @@ class ExpertWeights(NamedTuple):
     down: Tensor
 
 
+# What an expert does to its gate: x · sigmoid(x), or GELU in its form with a tanh.
+Activation = Literal["silu", "gelu_tanh"]
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """How the matrices of one expert lie in a slot."""
+    """How the matrices of one expert lie in a slot, and the activation that goes with them."""
 
     hidden_size: int
     intermediate_size: int
     dtype: torch.dtype
+    activation: Activation = "silu"
 
     @property
     def matrix_bytes(self) -> int:

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from oled_moe.kernels import cpu, grouped, reference
-from oled_moe.store import ExpertWeights, SlotArena
+from oled_moe.store import Activation, ExpertWeights, SlotArena
 from oled_moe.types import IntArray
 
 Upload = Callable[[Tensor], Tensor]
@@ -40,7 +40,7 @@ class ExpertKernel(Protocol):
 class EachExpert:
     """A kernel from a function of one expert's rows."""
 
-    def __init__(self, mlp: Callable[[Tensor, ExpertWeights], Tensor]) -> None:
+    def __init__(self, mlp: Callable[[Tensor, ExpertWeights, Activation], Tensor]) -> None:
         self._mlp = mlp
 
     def __call__(
@@ -52,9 +52,10 @@ class EachExpert:
         starts: IntArray,
         ends: IntArray,
     ) -> None:
+        activation = arena.layout.activation
         ranges = zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True)
         for slot, start, end in ranges:
-            out_ND[start:end] = self._mlp(rows_ND[start:end], arena.weights(slot))
+            out_ND[start:end] = self._mlp(rows_ND[start:end], arena.weights(slot), activation)
 
 
 # Each is built once, with the number of threads it may use (None: what native code is set to).

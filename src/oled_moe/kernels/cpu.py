@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oled_moe.kernels.native import NativeKernels, native_kernels, worthwhile_threads
-from oled_moe.store import ExpertWeights, SlotArena
+from oled_moe.kernels.reference import activate
+from oled_moe.store import Activation, ExpertWeights, SlotArena
 from oled_moe.types import IntArray
 
 # The most rows for which native code is used, by instruction set. Measured with
@@ -66,7 +67,10 @@ class CpuExpertKernel:
             slots, starts, ends = slots[~is_native], starts[~is_native], ends[~is_native]
         for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
             if start < end:
-                out_ND[start:end] = expert_mlp(rows_ND[start:end], arena.weights(slot))
+                weights = arena.weights(slot)
+                out_ND[start:end] = expert_mlp(
+                    rows_ND[start:end], weights, arena.layout.activation
+                )
 
     def _run_native(
         self,
@@ -90,18 +94,20 @@ def max_native_rows(native: NativeKernels | None, dtype: torch.dtype) -> int:
     return MAX_NATIVE_ROWS.get(native.isa, sys.maxsize)
 
 
-def expert_mlp(rows_ND: Tensor, weights: ExpertWeights) -> Tensor:
-    """SwiGLU through torch, with gate and up in one matrix.
+def expert_mlp(
+    rows_ND: Tensor, weights: ExpertWeights, activation: Activation = "silu"
+) -> Tensor:
+    """A gated MLP through torch, with gate and up in one matrix.
 
     Shapes: rows [N, D] -> [N, D], in the dtype of the weights.
     """
     num_rows = len(rows_ND)
     if rows_ND.dtype == torch.float32:
-        return _mlp(rows_ND, weights)
+        return _mlp(rows_ND, weights, activation)
     num_padding = padded_rows(num_rows) - num_rows
     if num_padding:
         rows_ND = F.pad(rows_ND, (0, 0, 0, num_padding))
-    return _mlp(rows_ND, weights)[:num_rows]
+    return _mlp(rows_ND, weights, activation)[:num_rows]
 
 
 def padded_rows(num_rows: int) -> int:
@@ -115,6 +121,6 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def _mlp(rows_ND: Tensor, weights: ExpertWeights) -> Tensor:
+def _mlp(rows_ND: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
     gate_NF, up_NF = F.linear(rows_ND, weights.gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate_NF).mul_(up_NF), weights.down)
+    return F.linear(activate(gate_NF, activation).mul_(up_NF), weights.down)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oled_moe.kernels.reference import activate
 from oled_moe.store import SlotArena
 from oled_moe.types import IntArray
 
@@ -65,7 +66,8 @@ class GroupedExperts:
         gate_up_SDF, down_SFD = _matrices(arena, first, len(counts))
         both_NF = F.grouped_mm(rows_ND[rows_N], gate_up_SDF, offs=group_ends)
         gate_NF, up_NF = both_NF.chunk(2, dim=-1)
-        out_ND[rows_N] = F.grouped_mm(F.silu(gate_NF).mul_(up_NF), down_SFD, offs=group_ends)
+        act_NF = activate(gate_NF, arena.layout.activation).mul_(up_NF)
+        out_ND[rows_N] = F.grouped_mm(act_NF, down_SFD, offs=group_ends)
 
 
 def _parts(slots: IntArray) -> list[slice]:

@@ -46,7 +46,7 @@
 #endif
 
 /* Raised with every change of what native.py calls, or of what it expects of a call. */
-#define ABI_VERSION 8
+#define ABI_VERSION 9
 /* The first 8 bytes of the SHA-256 of this file, from setup.py: no old build is used by mistake. */
 #ifndef SOURCE_ID
 #define SOURCE_ID 0
@@ -98,8 +98,9 @@ typedef struct {
     void (*lay_out)(void *packed, const uint16_t *x, size_t k, int num_rows);
     void (*dots)(float *results, const uint16_t *w, size_t k, int num_outputs, const void *packed,
                  int num_rows, const uint16_t *next);
-    void (*swiglu)(uint16_t *hidden, size_t stride, const float *gate, const float *up,
-                   int num_rows, int num_outputs);
+    /* By activation: SiLU, GELU. */
+    void (*gated[2])(uint16_t *hidden, size_t stride, const float *gate, const float *up,
+                     int num_rows, int num_outputs);
     void (*store_bf16)(uint16_t *out, size_t stride, const float *results, const uint16_t *bias,
                        int num_rows, int num_outputs);
     void (*store_f32)(float *out, size_t stride, const float *results, const uint16_t *bias,
@@ -183,6 +184,21 @@ INLINE void swiglu_block(uint16_t *hidden, size_t stride, const float *gate, con
         uint16_t line[BLOCK];
         const float *g = gate + row * BLOCK_STRIDE, *u = up + row * BLOCK_STRIDE;
         for (int i = 0; i < BLOCK; i++) line[i] = narrow(g[i] / (1.0f + exponential(-g[i])) * u[i]);
+        memcpy(hidden + row * stride, line, num_outputs * sizeof(uint16_t));
+    }
+}
+
+/* GELU in its form with a tanh: 0.5 · (1 + tanh(u)) is the sigmoid of 2u, with
+ * u = sqrt(2 / pi) · (x + 0.044715 · x^3). */
+INLINE void geglu_block(uint16_t *hidden, size_t stride, const float *gate, const float *up,
+                        int num_rows, int num_outputs) {
+    for (int row = 0; row < num_rows; row++) {
+        uint16_t line[BLOCK];
+        const float *g = gate + row * BLOCK_STRIDE, *u = up + row * BLOCK_STRIDE;
+        for (int i = 0; i < BLOCK; i++) {
+            float turn = 1.5957691216f * (g[i] + 0.044715f * g[i] * g[i] * g[i]);
+            line[i] = narrow(g[i] / (1.0f + exponential(-turn)) * u[i]);
+        }
         memcpy(hidden + row * stride, line, num_outputs * sizeof(uint16_t));
     }
 }
@@ -441,6 +457,10 @@ INLINE void store_attention_row(uint16_t *out, const float *state, size_t head_s
                                            const float *up, int num_rows, int num_outputs) {       \
         swiglu_block(hidden, stride, gate, up, num_rows, num_outputs);                             \
     }                                                                                              \
+    attributes static void geglu_##suffix(uint16_t *hidden, size_t stride, const float *gate,      \
+                                          const float *up, int num_rows, int num_outputs) {        \
+        geglu_block(hidden, stride, gate, up, num_rows, num_outputs);                              \
+    }                                                                                              \
     attributes static void store_bf16_##suffix(uint16_t *out, size_t stride, const float *results, \
                                                const uint16_t *bias, int num_rows,                 \
                                                int num_outputs) {                                  \
@@ -606,7 +626,7 @@ BLOCK_FUNCTIONS(generic, )
 
 static const Kernels GENERIC = {
     GENERIC_TILE_ROWS, GENERIC_STEP, sizeof(float), lay_out_generic, dots_generic,
-    swiglu_generic, store_bf16_generic, store_f32_generic, combine_generic, choose_generic,
+    {swiglu_generic, geglu_generic}, store_bf16_generic, store_f32_generic, combine_generic, choose_generic,
     route_generic, norm_generic, rotate_generic, attend_generic, store_attention_generic,
 };
 
@@ -675,7 +695,7 @@ BLOCK_FUNCTIONS(avx2, AVX2)
 
 static const Kernels AVX2_KERNELS = {
     AVX2_TILE_ROWS, AVX2_STEP, sizeof(float), lay_out_avx2, dots_avx2,
-    swiglu_avx2, store_bf16_avx2, store_f32_avx2, combine_avx2, choose_avx2,
+    {swiglu_avx2, geglu_avx2}, store_bf16_avx2, store_f32_avx2, combine_avx2, choose_avx2,
     route_avx2, norm_avx2, rotate_avx2, attend_avx2, store_attention_avx2,
 };
 
@@ -757,7 +777,7 @@ BLOCK_FUNCTIONS(avx512, AVX512)
 
 static const Kernels AVX512_KERNELS = {
     AVX512_TILE_ROWS, AVX512_STEP, sizeof(uint16_t), lay_out_avx512, dots_avx512,
-    swiglu_avx512, store_bf16_avx512, store_f32_avx512, combine_avx512, choose_avx512,
+    {swiglu_avx512, geglu_avx512}, store_bf16_avx512, store_f32_avx512, combine_avx512, choose_avx512,
     route_avx512, norm_avx512, rotate_avx512, attend_avx512, store_attention_avx512,
 };
 
@@ -1136,6 +1156,7 @@ typedef struct {
     Expert *experts;
     int64_t num_experts, first_tasks, second_tasks, first_outputs, second_outputs;
     size_t hidden_size, intermediate_size;
+    int activation;
 } Experts;
 
 static void run_gate_up(const Experts *p, Expert *expert, int64_t chunk, Scratch *scratch) {
@@ -1152,8 +1173,8 @@ static void run_gate_up(const Experts *p, Expert *expert, int64_t chunk, Scratch
             const uint16_t *next = o + BLOCK < end ? gate + BLOCK * k : NULL;
             kernels->dots(scratch->first, gate, k, count, scratch->packed, num_rows, up);
             kernels->dots(scratch->second, up, k, count, scratch->packed, num_rows, next);
-            kernels->swiglu(expert->hidden + row * width + o, width, scratch->first,
-                            scratch->second, num_rows, count);
+            kernels->gated[p->activation](expert->hidden + row * width + o, width, scratch->first,
+                                          scratch->second, num_rows, count);
         }
     }
     atomic_fetch_add_explicit(&expert->num_done, 1, memory_order_release);
@@ -1204,14 +1225,14 @@ static int64_t hidden_bytes(int64_t num_rows, size_t intermediate_size) {
     return num_rows * (int64_t)intermediate_size * (int64_t)sizeof(uint16_t);
 }
 
-/* For each group g: out[starts[g]:ends[g]] = SwiGLU of x[starts[g]:ends[g]] with the expert in slot
- * slots[g]. x and out are contiguous [N, D], not the same memory; ranges are disjoint. A slot holds
- * gate [F, D] and up [F, D] at its start and down [D, F] at `down_offset`. Returns 0, or what is
- * wrong. */
+/* For each group g: out[starts[g]:ends[g]] = the gated MLP of x[starts[g]:ends[g]] with the expert
+ * in slot slots[g]; `activation` of the gate: 0 SiLU, 1 GELU. x and out are contiguous [N, D], not
+ * the same memory; ranges are disjoint. A slot holds gate [F, D] and up [F, D] at its start and
+ * down [D, F] at `down_offset`. Returns 0, or what is wrong. */
 EXPORT int oled_experts(const void *arena, int64_t slot_bytes, int64_t down_offset, int64_t hidden,
-                        int64_t intermediate, const void *x, void *out, int64_t num_groups,
-                        const int64_t *slots, const int64_t *starts, const int64_t *ends, int isa,
-                        int num_threads) {
+                        int64_t intermediate, int activation, const void *x, void *out,
+                        int64_t num_groups, const int64_t *slots, const int64_t *starts,
+                        const int64_t *ends, int isa, int num_threads) {
     const Kernels *kernels = kernels_of(isa);
     if (!kernels) return ERROR_ISA;
     int64_t max_rows = 0, total_rows = 0, total_bytes = 0;
@@ -1229,6 +1250,7 @@ EXPORT int oled_experts(const void *arena, int64_t slot_bytes, int64_t down_offs
             outputs_of_task(2 * (size_t)hidden, intermediate, total_bytes, num_threads),
         .second_outputs = outputs_of_task((size_t)intermediate, hidden, total_bytes, num_threads),
         .hidden_size = (size_t)hidden, .intermediate_size = (size_t)intermediate,
+        .activation = activation,
     };
     round.first_tasks = tasks_of(intermediate, round.first_outputs);
     round.second_tasks = tasks_of(hidden, round.second_outputs);

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # By their numbers in native.c, the slowest first.
 ISAS = ("generic", "avx2", "avx512-bf16")
-ABI_VERSION = 8
+ABI_VERSION = 9
 _DIRECTORY = Path(__file__).parent
 _REMEDY = "install again where there is a C compiler (pip install -e .)"
 _OUT_OF_MEMORY = -1
@@ -81,7 +81,7 @@ class NativeKernels:
         ends: IntArray,
         num_threads: int,
     ) -> None:
-        """out[starts[g]:ends[g]] = SwiGLU of the same rows with the expert in slots[g].
+        """out[starts[g]:ends[g]] = the gated MLP of the same rows with the expert in slots[g].
 
         Shapes: rows and out bfloat16 [N, D], contiguous, not the same memory; slots, starts and
         ends int64 [G], contiguous, ranges disjoint. Mutates: out, those rows.
@@ -106,6 +106,7 @@ class NativeKernels:
                 layout.down_offset,
                 layout.hidden_size,
                 layout.intermediate_size,
+                layout.activation == "gelu_tanh",
                 rows_ND.data_ptr(),
                 out_ND.data_ptr(),
                 len(slots),
@@ -279,10 +280,12 @@ class NativeKernels:
             )
         return ids_TK, weights_TK, scores_TE
 
-    def attend(self, queries_TQH: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """softmax(q · kᵀ / √H) · v where every query sees every key of its segment; [T, Q · H].
+    def attend(
+        self, queries_TQH: Tensor, segments: Sequence[Segment], scale: float | None = None
+    ) -> Tensor:
+        """softmax(q · kᵀ · scale) · v where every query sees every key of its segment; [T, Q · H].
 
-        The segments' tokens add up to T. Sums are fp32 and weights are not rounded. Shapes: queries
+        `scale`: 1 / √H where None. The segments' tokens add up to T. Sums are fp32 and weights are not rounded. Shapes: queries
         bfloat16 [T, Q, H], contiguous; G divides Q.
         """
         num_tokens, num_queries, head_size = queries_TQH.shape
@@ -304,7 +307,7 @@ class NativeKernels:
                     num_queries,
                     num_groups,
                     head_size,
-                    head_size**-0.5,
+                    head_size**-0.5 if scale is None else scale,
                     self._isa,
                     worthwhile_threads(num_products * num_queries * 16, self.num_threads),
                 )
@@ -444,7 +447,7 @@ def _open_library(path: Path) -> ctypes.CDLL:
             f"native kernels: {path.name} was built from another native.c; {_REMEDY}"
         )
     library.oled_has_isa.argtypes = [_INT]
-    library.oled_experts.argtypes = [_POINTER, *[_LONG] * 4, _POINTER, _POINTER, _LONG]
+    library.oled_experts.argtypes = [_POINTER, *[_LONG] * 4, _INT, _POINTER, _POINTER, _LONG]
     library.oled_experts.argtypes += [*[_POINTER] * 3, _INT, _INT]
     library.oled_linear.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3]
     library.oled_combine.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, _INT, _INT]

@@ -58,8 +58,10 @@ def _gate_up_kernel(
     tile_outputs: tl.constexpr,
     depth: tl.constexpr,
     widens: tl.constexpr,
+    is_gelu: tl.constexpr,
 ) -> None:
-    """act = silu(gate · x) · (up · x); programs are (outputs, tiles).
+    """act = silu(gate · x) · (up · x), or GELU's tanh form in its place; programs are (outputs,
+    tiles).
 
     `widens`: products of 16-bit numbers are made of fp32.
     """
@@ -90,8 +92,10 @@ def _gate_up_kernel(
         up = tl.dot(x, up_weights, up, input_precision="ieee")
     # Rounded where torch rounds between operations.
     gate = gate.to(dtype).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    act = (silu * up.to(dtype).to(tl.float32)).to(dtype)
+    # 0.5 · (1 + tanh(u)) is the sigmoid of 2u, with u = √(2/π) · (x + 0.044715 · x³).
+    turn = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if is_gelu else gate
+    active = (gate / (1.0 + tl.exp(-turn))).to(dtype).to(tl.float32)
+    act = (active * up.to(dtype).to(tl.float32)).to(dtype)
     targets = act_NF + row_ids[:, None] * F + outputs[None, :]
     tl.store(targets, act, is_row[:, None] & is_output[None, :])
 
@@ -180,7 +184,12 @@ class TritonExperts:
                 "widens": self._widens,
             }
             _gate_up_kernel[(triton.cdiv(F, shape.num_outputs), len(part))](
-                arena.memory, rows_ND, act_NF, own, **sizes
+                arena.memory,
+                rows_ND,
+                act_NF,
+                own,
+                is_gelu=layout.activation == "gelu_tanh",
+                **sizes,
             )
             _down_kernel[(triton.cdiv(D, shape.num_outputs), len(part))](
                 arena.memory, act_NF, out_ND, own, down_offset=layout.down_offset, **sizes
