@@ -20,7 +20,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "2a": ("traces", "trace_stats", "synthesis", "simulator", "virtual_clock", "prediction"),
     "2b": ("lanes", "store", "slots", "kernels", "cuda", "cuda_graphs", "cuda_memory"),
     "3": ("layers", "kv_cache", "experts", "models", "checkpoint"),
-    "4": ("edits", "sampling", "unmasking", "closing", "constrained", "decoding", "canvas"),
+    "4": (
+        *("edits", "sampling", "unmasking", "closing", "constrained", "decoding"),
+        *("random_canvas", "canvas"),
+    ),
     "5": (
         "tokenization",
         "chat_template",

@@ -73,6 +73,8 @@ def test_compiles_for(architecture: int, tmp_path: Path, monkeypatch: pytest.Mon
                 "tile_outputs": shape.num_outputs,
                 "depth": shape.depth,
                 "widens": False,
+                # Either activation, of which nothing else depends.
+                "is_gelu": shape is shapes[0],
             }
             for kernel in (triton_experts._gate_up_kernel, triton_experts._down_kernel):
                 names = kernel.arg_names

@@ -18,13 +18,18 @@ import torch
 from oled_moe.config import DecodingParams, FamilyDecoding
 from oled_moe.decoding import FRESH_CONFIDENCE, DecodingSequence, NewSequence, Part, RowOutcome
 from oled_moe.layers import Logits, RowLogits, rows_of
+from oled_moe.models import ConditionedModel, Model
+from oled_moe.random_canvas import new_canvas_of
 from oled_moe.sampling import Guesses
 from oled_moe.types import BoolArray, Phase, TokenState
 from oled_moe.unmasking import BlockUpdate
 
 
-def new_sequence_of(family: FamilyDecoding) -> NewSequence:
-    """What makes the sequences of a family's models."""
+def new_sequence_of(family: FamilyDecoding, model: Model) -> NewSequence:
+    """What makes the sequences of a model of this family."""
+    if family.canvas_length:
+        assert isinstance(model, ConditionedModel)
+        return new_canvas_of(model)
     if not family.is_whole:
         return DecodingSequence
 

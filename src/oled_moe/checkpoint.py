@@ -28,6 +28,7 @@ from oled_moe.config import check_choice
 from oled_moe.errors import CheckpointError, ModelNotFoundError
 from oled_moe.store import (
     READ_METHODS,
+    Activation,
     DiskExpertStore,
     ExpertLayout,
     ExpertPart,
@@ -158,11 +159,12 @@ def read_weights(
     dtype: torch.dtype | None,
     keep_dtype: Collection[str],
     method: str,
+    activation: Activation = "silu",
 ) -> tuple[dict[str, Tensor], DiskExpertStore]:
     """Read the parameters named in `shapes`, and find where each routed expert lies.
 
     `dtype` is what weights are converted to, None keeps each as stored; so do the parameters in
-    `keep_dtype` in any case. `method` is how the store reads (see DiskExpertStore). Everything is
+    `keep_dtype` in any case. `activation` is what experts do to their gate. `method` is how the store reads (see DiskExpertStore). Everything is
     checked before the first weight is read, and at most one tensor is held beyond the result.
 
     Raises: CheckpointError where a tensor is missing, is there twice, or has another shape or a
@@ -178,7 +180,7 @@ def read_weights(
     for name in shapes:
         weight = checkpoint.read(parameters[name].name)
         weights[name] = weight if dtype is None or name in keep_dtype else weight.to(dtype)
-    layout = ExpertLayout(hidden_size, intermediate_size, dtype or stored_dtype)
+    layout = ExpertLayout(hidden_size, intermediate_size, dtype or stored_dtype, activation)
     store = DiskExpertStore(layout, spans, stored_dtype=stored_dtype, method=method)
     return weights, store
 

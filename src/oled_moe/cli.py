@@ -206,7 +206,7 @@ def demo(
     # Experts computed on the CPU may round differently; without them the tokens must agree.
     config = EngineConfig(
         device=device or "cpu",
-        policy=policy or "oled",
+        policy=policy,
         expert_memory=expert_memory,
         threads=threads,
         cpu_experts=False,

@@ -88,7 +88,8 @@ Policy = Annotated[
     _engine(
         "--policy",
         metavar="NAME",
-        help=f"NAME[:key=value,...], one of: {', '.join(POLICY_NAMES)}; default: oled.",
+        help=f"NAME[:key=value,...], one of: {', '.join(POLICY_NAMES)}; default: the family's, "
+        "most often oled.",
     ),
 ]
 ExpertMemory = Annotated[

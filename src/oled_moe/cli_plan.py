@@ -84,7 +84,7 @@ class PlanFlags:
             experts_per_layer=self.experts_per_layer,
             expert_memory=self.expert_memory,
             memory=self.memory,
-            policy=self.policy or "oled",
+            policy=self.policy,
             cpu_experts=not self.no_cpu_experts,
             dtype=self.dtype,
             max_model_len=self.max_model_len,

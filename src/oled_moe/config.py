@@ -34,21 +34,28 @@ ALGORITHMS = (
     "credit",
     "factor",
     "lowest_entropy",
+    "renoising",
 )
 # Those that may change or take back tokens that they have accepted.
 EDITING_ALGORITHMS = ("joint_threshold", "levenshtein", "hierarchy_remasking")
 # Those that fill the whole answer as one block.
 ONE_BLOCK_ALGORITHMS = ("lowest_entropy",)
-# Those for models whose answers are made of blocks.
-BLOCK_ALGORITHMS = tuple(name for name in ALGORITHMS if name not in ONE_BLOCK_ALGORITHMS)
+# Those for models without a mask, whose canvases begin as random tokens.
+RANDOM_ALGORITHMS = ("renoising",)
+# Those for models whose answers are made of blocks of masks.
+BLOCK_ALGORITHMS = tuple(
+    name for name in ALGORITHMS if name not in (*ONE_BLOCK_ALGORITHMS, *RANDOM_ALGORITHMS)
+)
 # Those that ask a model to have been trained for editing tokens, and the ones that do not.
 TRAINED_ALGORITHMS = ("joint_threshold", "levenshtein")
 UNTRAINED_ALGORITHMS = tuple(name for name in BLOCK_ALGORITHMS if name not in TRAINED_ALGORITHMS)
 # Those that a schedule of steps drives.
 _SCHEDULED = (
     *("low_confidence", "sequential", "low_confidence_static", "low_confidence_dynamic"),
-    "lowest_entropy",
+    *("lowest_entropy", "renoising"),
 )
+# Stands in for the id of the mask where a model has none.
+NO_MASK_ID = -1
 # Keys and values that models which see a whole canvas may keep while they work on a block, though
 # they are out of date then: those before the block, those behind it too, or of these those that are
 # not near it.
@@ -61,6 +68,7 @@ _CONFIDENCE_OF = {
     **dict.fromkeys(
         ("low_confidence", "joint_threshold", "levenshtein", "lowest_entropy"), "filtered"
     ),
+    "renoising": "tempered",
     **dict.fromkeys(
         ("sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded"),
         "tempered",
@@ -158,9 +166,9 @@ class EngineConfig:
     At most one of `experts_per_layer` (slots for routed experts, mean over the MoE layers; staging
     slots come on top), `expert_memory` (bytes for slots and staging together) and `memory` (bytes
     for everything: weights, K/V, activations, slots) may be given; without any, the engine takes
-    what the machine has to spare. `policy` is `NAME[:key=value,...]` or an `OffloadPolicy`;
-    `hardware` a `HardwareProfile`, the path of one, or None for what `doctor` stored, else a
-    built-in guess. `dtype` None keeps the stored one. `cpu_experts` False turns CPU execution of
+    what the machine has to spare. `policy` is `NAME[:key=value,...]`, an `OffloadPolicy`, or None
+    for what suits the model's family, most often `oled`; `hardware` a `HardwareProfile`, the path
+    of one, or None for what `doctor` stored, else a built-in guess. `dtype` None keeps the stored one. `cpu_experts` False turns CPU execution of
     missing experts off. `threads` None is torch's own number, or 1 where experts are so small that
     more would only wait. `force` loads even where the memory plan exceeds what is free.
     `cuda_graphs`, on `cuda` alone, records the parts of layers between attention and experts where
@@ -175,7 +183,7 @@ class EngineConfig:
     experts_per_layer: float | None = None
     expert_memory: int | str | None = None
     memory: int | str | None = None
-    policy: object = "oled"
+    policy: object = None
     cpu_experts: bool = True
     dtype: str | None = None
     hardware: object = None
@@ -256,7 +264,8 @@ _SHARES = (
     *("credit_beta", "top_p"),
     *("cont_weight", "cont_weight_init", "cont_weight_growth", "threshold_decay"),
 )
-_ENTROPIES = ("eb_threshold", "eb_gamma")
+_ENTROPIES = ("eb_threshold", "eb_gamma", "confidence_threshold")
+_WEIGHTS = ("temperature", "credit_alpha", "credit_gamma", "factor", "t_min", "t_max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +279,10 @@ class SamplingParams:
     eb_threshold 0.35, no eb_gamma. Families bring algorithms of their own.
     `delete_token_id` and `split_token_id` are control tokens of checkpoints trained for
     `levenshtein`, which is these checkpoints' default (EDITING_DEFAULTS); no answer holds them.
+    `renoising` takes `steps` at most (default 48), accepts by `eb_threshold` (0.1), and stops early
+    once the likeliest tokens have been the same for `stability_threshold` (1) steps more and their
+    mean entropy is below `confidence_threshold` (0.005). Its temperature falls step by step from
+    `t_max` (0.8) to `t_min` (0.4), times `temperature` (1; 0 takes the likeliest tokens).
     `ignore_eos` decodes on past eos and stop ids alike. `stop` are strings that end the answer and
     are not part of it; `stop_token_ids` end it like eos does.
     `greedy` takes each position's likeliest token, so that temperature shapes confidences alone;
@@ -286,7 +299,8 @@ class SamplingParams:
     `threshold_decay` (0.02) a forward to its own value.
 
     Source: released LLaDA2.0 and LLaDA2.1 `generate` (architecture.md 5, models.md 4 and 5); SDAR,
-    dInfer, Fast-dLLM and RND1 (models.md 6 to 8).
+    dInfer, Fast-dLLM and RND1 (models.md 6 to 8); Transformers,
+    models/diffusion_gemma/generation_diffusion_gemma.py.
     Raises: ConfigError for a field outside its range.
     """
 
@@ -334,6 +348,10 @@ class SamplingParams:
     cont_weight_init: float | None = None
     cont_weight_growth: float | None = None
     threshold_decay: float | None = None
+    t_min: float | None = None
+    t_max: float | None = None
+    stability_threshold: int | None = None
+    confidence_threshold: float | None = None
 
     def __post_init__(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -363,12 +381,14 @@ class SamplingParams:
             "after_look": 0,
             "warmup_steps": 0,
             "cache_update_freq": 1,
+            "stability_threshold": 0,
         }
         maxima = {
             "max_tokens": 2**31,
             "canvas_length": 2**31,
             "block_length": 2**20,
             "max_post_edit_steps": 1000,
+            "stability_threshold": 1000,
         }
         for name, minimum in minima.items():
             if getattr(self, name) is not None:
@@ -377,7 +397,7 @@ class SamplingParams:
         for name in _SHARES:
             if getattr(self, name) is not None:
                 check_real(name, getattr(self, name), minimum=0, maximum=1)
-        for name in ("temperature", "credit_alpha", "credit_gamma", "factor", *_ENTROPIES):
+        for name in (*_WEIGHTS, *_ENTROPIES):
             if getattr(self, name) is not None:
                 check_real(name, getattr(self, name), minimum=0)
         for name in ("eos_early_stop", "ignore_eos", "greedy", "eos_at_end"):
@@ -466,6 +486,10 @@ class DecodingParams:
     cont_weight_init: float
     cont_weight_growth: float
     threshold_decay: float
+    t_min: float
+    t_max: float
+    stability_threshold: int
+    confidence_threshold: float
 
     @property
     def is_greedy(self) -> bool:
@@ -494,10 +518,11 @@ class DecodingParams:
         Raises: ConfigError where no mask id is known, or minimal_topk leaves no step.
         Source: released LLaDA2.0 `generate`: steps = min(steps, gen_length // minimal_topk), here
         with gen_length = max(max_tokens, block_length), so that a small max_tokens does not accept
-        a whole block at once (architecture.md 5); not for lowest_entropy, whose reference may take
-        more steps than there are tokens.
+        a whole block at once (architecture.md 5); not for lowest_entropy and renoising, whose
+        references may take more steps than there are tokens.
         """
-        if params.mask_token_id is None:
+        is_random = params.algorithm in RANDOM_ALGORITHMS
+        if params.mask_token_id is None and not is_random:
             raise ConfigError(
                 "mask_token_id is in neither the parameters, config.json, generation_config.json "
                 "nor the tokenizer; give it as a sampling parameter"
@@ -513,7 +538,7 @@ class DecodingParams:
                 "answer as one block: leave block_length out"
             )
         block_length = max_tokens if is_one_block else _default(params.block_length, 32)
-        steps = _default(params.steps, block_length)
+        steps = _default(params.steps, 48 if is_random else block_length)
         minimal_topk = _default(params.minimal_topk, 1)
         length = max(max_tokens, block_length)
         if minimal_topk > length:
@@ -521,8 +546,11 @@ class DecodingParams:
                 f"minimal_topk is {minimal_topk}; allowed: 1 to {length}, "
                 "the larger of max_tokens and block_length"
             )
-        if not is_one_block:
+        if not is_one_block and not is_random:
             steps = min(steps, length // minimal_topk)
+        t_min, t_max = _default(params.t_min, 0.4), _default(params.t_max, 0.8)
+        if not 0 < t_max >= t_min:
+            raise ConfigError(f"t_max is {t_max:g}; allowed: above 0, and t_min {t_min:g} or more")
         return cls(
             algorithm=algorithm,
             max_tokens=max_tokens,
@@ -532,7 +560,7 @@ class DecodingParams:
             edit_threshold=_default(params.edit_threshold, 0.9),
             max_post_edit_steps=_default(params.max_post_edit_steps, 16),
             num_to_transfer=_default(params.num_to_transfer, 1),
-            temperature=_default(params.temperature, 0.0),
+            temperature=_default(params.temperature, 1.0 if is_random else 0.0),
             top_k=params.top_k,
             top_p=params.top_p,
             seed=_default(params.seed, 0),
@@ -540,7 +568,7 @@ class DecodingParams:
             ignore_eos=bool(params.ignore_eos),
             stop=tuple(params.stop or ()),
             stop_token_ids=tuple(params.stop_token_ids or ()),
-            mask_token_id=params.mask_token_id,
+            mask_token_id=NO_MASK_ID if is_random else _default(params.mask_token_id, NO_MASK_ID),
             eos_token_id=params.eos_token_id,
             pad_token_id=params.pad_token_id,
             delete_token_id=params.delete_token_id,
@@ -554,7 +582,7 @@ class DecodingParams:
             credit_gamma=_default(params.credit_gamma, 0.2),
             credit_beta=_default(params.credit_beta, 0.8),
             factor=_default(params.factor, 1.0),
-            eb_threshold=_default(params.eb_threshold, 0.35),
+            eb_threshold=_default(params.eb_threshold, 0.1 if is_random else 0.35),
             eb_gamma=params.eb_gamma,
             eos_at_end=bool(params.eos_at_end),
             canvas_cache=_default(params.canvas_cache, "none"),
@@ -566,6 +594,10 @@ class DecodingParams:
             cont_weight_init=_default(params.cont_weight_init, 0.15),
             cont_weight_growth=_default(params.cont_weight_growth, 0.02),
             threshold_decay=_default(params.threshold_decay, 0.02),
+            t_min=t_min,
+            t_max=t_max,
+            stability_threshold=_default(params.stability_threshold, 1),
+            confidence_threshold=_default(params.confidence_threshold, 0.005),
         )
 
 
@@ -580,7 +612,9 @@ class FamilyDecoding:
     slots behind the answer that hold pad. `fills_behind_eos`: with eos_early_stop all positions
     behind the first eos become eos at once. `block_length`: the only one that the model is meant
     for, None where any will do. `expert_capacity`: most experts of a layer that the tokens of one
-    block choose among, None where nothing bounds them.
+    block choose among, None where nothing bounds them. `canvas_length`: not 0 for models without a mask, which
+    denoise one canvas of so many random tokens after another, each seeing those before it as they
+    were read in order. `policy`: what offloads their experts where nobody says.
     """
 
     algorithms: tuple[str, ...]
@@ -591,6 +625,8 @@ class FamilyDecoding:
     fills_behind_eos: bool = False
     block_length: int | None = None
     expert_capacity: int | None = None
+    canvas_length: int = 0
+    policy: str = "oled"
 
 
 def block_routing_words(expert_capacity: int, num_experts: int) -> str:
@@ -640,6 +676,7 @@ _GENERATION_ALIASES = {
     "max_post_steps": "max_post_edit_steps",
     "mask_id": "mask_token_id",
     "eos_id": "eos_token_id",
+    "max_denoising_steps": "steps",
 }
 
 
@@ -655,6 +692,9 @@ def sampling_from_generation_config(values: Mapping[str, Any]) -> SamplingParams
         name = _GENERATION_ALIASES.get(key, key)
         if name in known and value is not None:
             chosen[name] = value
+    sampler = values.get("sampler_config")
+    if isinstance(sampler, Mapping) and sampler.get("entropy_bound") is not None:
+        chosen["eb_threshold"] = sampler["entropy_bound"]
     eos = chosen.get("eos_token_id")
     if isinstance(eos, list) and eos:
         chosen["eos_token_id"] = eos[0]

@@ -29,7 +29,13 @@ from oled_moe.types import (
     Phase,
     TokenState,
 )
-from oled_moe.unmasking import UNMASKING, BlockState, BlockUpdate, Constraint
+from oled_moe.unmasking import (
+    UNMASKING,
+    BlockState,
+    BlockUpdate,
+    Constraint,
+    UnmaskingPolicy,
+)
 
 # Layer-time confidence of a masked position that no forward has seen yet (architecture.md 3.1).
 FRESH_CONFIDENCE = 0.5
@@ -99,7 +105,8 @@ class Part:
 
     `start`: the sequence position of its first token. Shapes: [T] each; known_ids are tokens, and
     at masked positions the latest guess or −1; logit_tokens int64 [N], which logits are wanted;
-    added_TD [T, D], what is added to the embeddings, None for nothing.
+    added_TD [T, D], what is added to the embeddings, None for nothing;
+    condition: see `Segment`.
     """
 
     row: ForwardRow
@@ -110,6 +117,7 @@ class Part:
     known_ids: IntArray
     logit_tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     added_TD: torch.Tensor | None = None
+    condition: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +157,7 @@ class DecodingSequence:
         self._stop_rule = stop_rule
         self._constraint = constraint
         self._generator = torch.Generator().manual_seed(params.seed)
-        self._unmasking = UNMASKING[params.algorithm](params)
+        self._unmasking: UnmaskingPolicy
         self._answer_ids: list[int] = []
         self._probabilities: list[float] = []
         # Finished blocks whose keys and values are not those of their final tokens yet.
@@ -722,6 +730,7 @@ class BlockDiffusionDecoder:
                 len(part.logit_tokens) > 0,
                 sum(earlier.row.num_tokens for earlier in own[:index]),
                 torch.from_numpy(part.logit_tokens),
+                part.condition,
             )
             for sequence, own in parts
             for index, part in enumerate(own)

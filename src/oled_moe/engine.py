@@ -24,6 +24,7 @@ from oled_moe.config import (
     EDITING_DEFAULTS,
     DecodingParams,
     EngineConfig,
+    FamilyDecoding,
     SamplingParams,
     check_int,
     sampling_from_generation_config,
@@ -190,7 +191,9 @@ class Engine:
             config, self.model_config, sizes, self.max_model_len, self.hardware, gpu
         )
         costs = CostModel.from_profile(self.hardware, sizes.layout.weight_bytes)
-        self.policy = _policy_of(config, self.memory_plan.shape, costs)
+        self.policy = _policy_of(
+            config, self.memory_plan.shape, costs, self.model_config.decoding.policy
+        )
         self.sharing = _sharing_of(config, self.memory_plan.shape)
         weights, store = read_weights(
             checkpoint,
@@ -203,6 +206,7 @@ class Engine:
             dtype=sizes.layout.dtype,
             keep_dtype=family.kept_dtypes(self.model_config),
             method=self.hardware.disk_method,
+            activation=self.model_config.activation,
         )
         if gpu is not None:
             _move(weights, gpu.device)
@@ -244,7 +248,7 @@ class Engine:
             self.model,
             start_forward=self.start_forward,
             end_forward=self._end_forward,
-            new_sequence=new_sequence_of(self.model_config.decoding),
+            new_sequence=new_sequence_of(self.model_config.decoding, self.model),
         )
         self.wants_input_embedding = "input_embedding" in self.policy.needs
         self._turn = threading.Lock()
@@ -566,7 +570,8 @@ class Engine:
         resolved = DecodingParams.resolve(params)
         self._check_canvas(resolved, num_prompt_tokens)
         vocab_size = self.model_config.vocab_size
-        check_int("mask_token_id", resolved.mask_token_id, minimum=0, maximum=vocab_size - 1)
+        if not self.model_config.decoding.canvas_length:
+            check_int("mask_token_id", resolved.mask_token_id, minimum=0, maximum=vocab_size - 1)
         for control_id in resolved.control_ids:
             check_int("control token id", control_id, minimum=0, maximum=vocab_size - 1)
         if resolved.pad_token_id is not None:
@@ -639,12 +644,33 @@ class Engine:
                 f"cont_weight is {params.cont_weight:g}; allowed for this model: 0; it is for "
                 "models that see a whole canvas and fill it block after block (LLaDA-MoE)"
             )
+        if family.canvas_length:
+            _check_random_canvas(family, params)
         last = "eos_token_id" if params.eos_at_end else "pad_token_id"
         if family.num_reserved and getattr(params, last) is None:
             raise ConfigError(
                 f"{last} is in neither the parameters, config.json, generation_config.json nor "
                 "the tokenizer, and this model's last slot needs it; give it as a parameter"
             )
+
+
+def _check_random_canvas(family: FamilyDecoding, params: DecodingParams) -> None:
+    """Refuse what means nothing for a canvas of random tokens."""
+    if params.block_length != family.canvas_length:
+        raise ConfigError(
+            f"block_length is {params.block_length}; allowed: {family.canvas_length}, this model's "
+            "canvas; leave it out"
+        )
+    if params.top_k is not None or params.top_p not in (None, 1):
+        raise ConfigError(
+            "top_k or top_p is given; this model's tokens are drawn from all of its vocabulary: "
+            "leave them out"
+        )
+    if params.grammar is not None:
+        raise ConfigError(
+            "a grammar is given; this model replaces tokens until the last step, which no grammar "
+            "here can follow: leave it out, or take a model with masks"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -782,7 +808,7 @@ def sampling_defaults_of(
                 pad_token_id=tokenizer.pad_token_id,
             )
         )
-    if config.vocab_size > _DEFAULT_MASK_ID:
+    if config.vocab_size > _DEFAULT_MASK_ID and not config.decoding.canvas_length:
         family = SamplingParams(mask_token_id=_DEFAULT_MASK_ID, eos_token_id=_DEFAULT_EOS_ID)
         found = found.with_defaults(family)
     return found
@@ -834,7 +860,9 @@ class WeightSizes:
             else record.num_bytes // record.dtype.itemsize * dtype.itemsize
             for target, record in dense
         )
-        layout = ExpertLayout(config.hidden_size, config.moe_intermediate_size, dtype)
+        layout = ExpertLayout(
+            config.hidden_size, config.moe_intermediate_size, dtype, config.activation
+        )
         return cls(layout, dense_bytes, dtype != stored)
 
 
@@ -910,7 +938,7 @@ def _needs(
     """Sizes of the experts, and what a model needs besides their slots."""
     layout, itemsize = sizes.layout, sizes.layout.dtype.itemsize
     shape = MoeShape(model.num_moe_layers, model.num_experts, model.top_k, layout.slot_bytes)
-    kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize
+    kv_per_token = model.kv_size * itemsize
     # A forward holds, per token, the routed rows and their outputs, a few hidden vectors and a
     # mask; a step holds the logits of every sequence's block, and what sampling makes of a few
     # rows. A canvas is one forward, whose logits are read a few rows at a time.
@@ -947,9 +975,12 @@ def _sharing_of(config: EngineConfig, shape: MoeShape) -> ExpertSharing | None:
     return build_sharing(config.lossy, num_experts=shape.num_experts, top_k=shape.top_k)
 
 
-def _policy_of(config: EngineConfig, shape: MoeShape, costs: CostModel) -> OffloadPolicy:
-    if isinstance(config.policy, str):
-        return build_policy(config.policy, shape, costs)
-    if isinstance(config.policy, OffloadPolicy):
-        return config.policy
-    raise ConfigError(f"policy is {config.policy!r}; allowed: a name or an OffloadPolicy")
+def _policy_of(
+    config: EngineConfig, shape: MoeShape, costs: CostModel, default: str
+) -> OffloadPolicy:
+    policy = default if config.policy is None else config.policy
+    if isinstance(policy, str):
+        return build_policy(policy, shape, costs)
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    raise ConfigError(f"policy is {policy!r}; allowed: a name or an OffloadPolicy")

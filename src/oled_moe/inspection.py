@@ -121,7 +121,7 @@ def describe_checkpoint(model: str | Path, *, hub_cache: Path | None = None) -> 
     dtypes: dict[str, int] = {}
     for record in checkpoint.tensors.values():
         dtypes[_dtype_name(record)] = dtypes.get(_dtype_name(record), 0) + record.num_bytes
-    kv_values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_size
+    kv_values_per_token = config.kv_size
     return CheckpointSummary(
         path=checkpoint.path,
         family=family.name,
@@ -330,7 +330,9 @@ def _time_demo(device: str, expert_memory: str) -> tuple[_ForwardTimer, ExpertLa
         engine.outcome_observers.append(timer.on_outcome)
         engine.generate(_PROMPT, params)
         model = engine.model_config
-        layout = ExpertLayout(model.hidden_size, model.moe_intermediate_size, engine.dtype)
+        layout = ExpertLayout(
+            model.hidden_size, model.moe_intermediate_size, engine.dtype, model.activation
+        )
         return timer, layout, model.num_layers
 
 

@@ -3,12 +3,14 @@
 Legend: G key/value heads, S positions, H head size, N tokens of one forward.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
 class SequenceKv:
-    """K/V of `capacity` positions in every layer.
+    """K/V of `capacity` positions in every layer; layers may differ in heads and their size.
 
     A forward writes behind the finished part (`layers.write_kv`), what a later one replaces;
     `advance` makes what was written last part of it.
@@ -19,26 +21,27 @@ class SequenceKv:
         self,
         *,
         num_layers: int,
-        num_heads: int,
-        head_size: int,
+        num_heads: int | Sequence[int],
+        head_size: int | Sequence[int],
         capacity: int,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
-        shape = (num_layers, num_heads, capacity, head_size)
-        self._keys_LGSH = torch.empty(shape, dtype=dtype, device=device)
-        self._values_LGSH = torch.empty(shape, dtype=dtype, device=device)
-        # Views of each layer: making them anew costs more than what is done with them.
-        self._layers = list(zip(self._keys_LGSH, self._values_LGSH, strict=True))
+        heads = [num_heads] * num_layers if isinstance(num_heads, int) else num_heads
+        sizes = [head_size] * num_layers if isinstance(head_size, int) else head_size
+        self._layers = [
+            (
+                torch.empty((count, capacity, size), dtype=dtype, device=device),
+                torch.empty((count, capacity, size), dtype=dtype, device=device),
+            )
+            for count, size in zip(heads, sizes, strict=True)
+        ]
+        self.capacity = capacity
         self.length = 0
 
     @property
-    def capacity(self) -> int:
-        return self._keys_LGSH.shape[2]
-
-    @property
     def device(self) -> torch.device:
-        return self._keys_LGSH.device
+        return self._layers[0][0].device
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all positions of a layer, [G, S, H] each."""
@@ -47,15 +50,16 @@ class SequenceKv:
     def written(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the finished part and `num_tokens` behind it, [G, S, H] each."""
         end = self.length + num_tokens
-        return self._keys_LGSH[layer, :, :end], self._values_LGSH[layer, :, :end]
+        keys_GSH, values_GSH = self._layers[layer]
+        return keys_GSH[:, :end], values_GSH[:, :end]
 
     def move_behind(self, start: int, num_tokens: int) -> None:
         """Put `num_tokens` positions from `start` on behind all others, which close the gap.
 
         Attention asks for no order: where a key stands in its sequence is in the key itself.
         """
-        for values_LGSH in (self._keys_LGSH, self._values_LGSH):
-            values_LGSH[:, :, start:] = values_LGSH[:, :, start:].roll(-num_tokens, dims=2)
+        for part_GSH in (part for pair in self._layers for part in pair):
+            part_GSH[:, start:] = part_GSH[:, start:].roll(-num_tokens, dims=1)
 
     def advance(self, num_tokens: int) -> None:
         """Make the `num_tokens` positions written last part of the finished ones."""

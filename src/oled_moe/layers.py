@@ -79,7 +79,8 @@ class Segment:
     They lie `offset` behind the finished part of their K/V: 0, or behind another segment of the
     same sequence in the same forward, whose keys they see. `logit_tokens`, int64 [N], are those of
     its tokens whose logits are wanted, None for all: the last layer computes the whole segment or
-    nothing of it, the head only these.
+    nothing of it, the head only these. `condition`, [T, D]: what the last step of their block hands
+    to models that are told what they predicted; None before there was one.
     """
 
     kv: SequenceKv
@@ -87,6 +88,7 @@ class Segment:
     wants_logits: bool
     offset: int = 0
     logit_tokens: Tensor | None = None
+    condition: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,23 +298,29 @@ def block_attention(layer: int, queries_TQH: Tensor, batch: ForwardBatch) -> Ten
 
 
 def sliced_attention(
-    queries_TQH: Tensor, slices: Sequence[tuple[QuerySlice, tuple[Tensor, Tensor]]]
+    queries_TQH: Tensor,
+    slices: Sequence[tuple[QuerySlice, tuple[Tensor, Tensor]]],
+    scale: float | None = None,
 ) -> Tensor:
-    """Attention slice by slice, each over its keys and values [G, S, H]; returns [T, Q · H]."""
+    """Attention slice by slice, each over its keys and values [G, S, H]; returns [T, Q · H].
+
+    `scale`: see `attend`.
+    """
     if all(part.mask_TS is None for part, _ in slices):
-        return attend(queries_TQH, [_unmasked(part, kv) for part, kv in slices])
+        return attend(queries_TQH, [_unmasked(part, kv) for part, kv in slices], scale)
     parts, end = [], 0
     for part, (keys_GSH, values_GSH) in slices:
         start, end = end, end + part.end - part.first
         queries = queries_TQH[start:end]
         if part.mask_TS is None:
-            parts.append(attend(queries, [_unmasked(part, (keys_GSH, values_GSH))]))
+            parts.append(attend(queries, [_unmasked(part, (keys_GSH, values_GSH))], scale))
             continue
         out_QTH = F.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],
             keys_GSH[None, :, : part.num_keys],
             values_GSH[None, :, : part.num_keys],
             attn_mask=part.mask_TS,
+            scale=scale,
             enable_gqa=True,
         )[0]
         parts.append(out_QTH.transpose(0, 1).flatten(1))

@@ -224,7 +224,9 @@ def _weights_of_config(
         prod(shape) * (stored if name in kept else dtype).itemsize
         for name, shape in family.parameter_shapes(config).items()
     )
-    layout = ExpertLayout(config.hidden_size, config.moe_intermediate_size, dtype)
+    layout = ExpertLayout(
+        config.hidden_size, config.moe_intermediate_size, dtype, config.activation
+    )
     return WeightSizes(layout, dense_bytes, dtype != stored)
 
 
@@ -295,11 +297,7 @@ def _model_sizes(family: Family, config: ModelConfig, weights: WeightSizes) -> M
         body_bytes=sum(map(prod, matrices)) * item_bytes,
         head_bytes=prod(vocabulary) * item_bytes,
         vocab_size=config.vocab_size,
-        kv_bytes_per_token=2
-        * config.num_layers
-        * config.num_kv_heads
-        * config.head_size
-        * item_bytes,
+        kv_bytes_per_token=config.kv_size * item_bytes,
         attention_size=config.num_layers * config.num_heads * config.head_size,
         dtype=str(layout.dtype).removeprefix("torch."),
     )
@@ -513,7 +511,7 @@ def outlook(
         model.sizes,
         _residency(plan, config, machine, hardware),
         hardware,
-        policy=policy_name(config),
+        policy=policy_name(config, model.config.decoding.policy),
         prompt_tokens=prompt_tokens,
         denoising=model.denoising,
     )
@@ -521,11 +519,12 @@ def outlook(
     return Outlook(model, machine, config, hardware, hardware_source, fit, prediction)
 
 
-def policy_name(config: EngineConfig) -> str:
+def policy_name(config: EngineConfig, default: str) -> str:
     """The policy as text. Raises: ConfigError for a policy object, which predicts nothing here."""
-    if not isinstance(config.policy, str):
-        raise ConfigError(f"policy is {config.policy!r}; allowed here: the name of a policy")
-    return config.policy
+    policy = default if config.policy is None else config.policy
+    if not isinstance(policy, str):
+        raise ConfigError(f"policy is {policy!r}; allowed here: the name of a policy")
+    return policy
 
 
 def plan_for(

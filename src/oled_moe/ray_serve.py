@@ -88,7 +88,7 @@ class ServeArgs(BaseModel):
     experts_per_layer: float | None = None
     expert_memory: int | str | None = None
     memory: int | str | None = None
-    policy: str = "oled"
+    policy: str | None = None
     cpu_experts: bool = True
     dtype: str | None = None
     hardware: str | None = None

@@ -257,6 +257,38 @@ def _rnd1(args: Values) -> Values:
     return values
 
 
+def _diffusion_gemma(args: Values) -> Values:
+    """DiffusionGemma's `generate`: the fields of its generation config.
+
+    `sampler_config` is its dataclass or what that looks like in generation_config.json. Where
+    eos_token_id is left out it is the checkpoint's. Source: Transformers,
+    models/diffusion_gemma/generation_diffusion_gemma.py.
+    """
+    known = _Arguments("diffusion_gemma", args)
+    sampler = known.take("sampler_config", {"entropy_bound": 0.1})
+    sampler = sampler if isinstance(sampler, Mapping) else getattr(sampler, "__dict__", {})
+    if "entropy_bound" not in sampler:
+        raise ConfigError(f"sampler_config is {sampler!r}; allowed: an object with entropy_bound")
+    eos = known.take("eos_token_id", [])
+    ends = list(eos) if isinstance(eos, list | tuple) else [eos]
+    # Answers are cut where the reference begins to pad.
+    known.take("pad_token_id")
+    values = {
+        "algorithm": "renoising",
+        "max_tokens": known.take("max_new_tokens", 256),
+        "steps": known.take("max_denoising_steps", 48),
+        "eb_threshold": sampler["entropy_bound"],
+        "t_min": known.take("t_min", 0.4),
+        "t_max": known.take("t_max", 0.8),
+        "stability_threshold": known.take("stability_threshold", 1),
+        "confidence_threshold": known.take("confidence_threshold", 0.005),
+        "eos_token_id": ends[0] if ends else None,
+        "stop_token_ids": ends[1:],
+    }
+    known.check_names()
+    return values
+
+
 FAMILY_ARGUMENTS: dict[str, Callable[[Values], Values]] = {
     "llada2_moe": _llada2,
     "llada2_moe_veomni": _llada2,
@@ -265,4 +297,5 @@ FAMILY_ARGUMENTS: dict[str, Callable[[Values], Values]] = {
     # As its golden set and its paper call it.
     "llada_moe": _llada,
     "rnd1": _rnd1,
+    "diffusion_gemma": _diffusion_gemma,
 }

@@ -198,17 +198,19 @@ def sigmoid_shares(scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
     return weights_TK
 
 
-def attend(queries_TQH: Tensor, segments: Sequence[Segment]) -> Tensor:
+def attend(
+    queries_TQH: Tensor, segments: Sequence[Segment], scale: float | None = None
+) -> Tensor:
     """Attention in which every query sees every key of its segment; returns [T, Q · H].
 
-    The segments' tokens add up to T, in order. Shapes: queries [T, Q, H]; G divides Q.
+    `scale`: of the products of queries and keys, 1 / √H where None. The segments' tokens add up to T, in order. Shapes: queries [T, Q, H]; G divides Q.
     """
     is_plain = queries_TQH.dtype == torch.bfloat16 and queries_TQH.device.type == "cpu"
     if is_plain and queries_TQH.shape[-1] <= MAX_HEAD_SIZE:
         native = native_kernels()
         # With AVX2 torch is several times faster (benchmarks/kernels.py).
         if native is not None and native.isa == "avx512-bf16":
-            return native.attend(queries_TQH.contiguous(), segments)
+            return native.attend(queries_TQH.contiguous(), segments, scale)
     parts, end = [], 0
     for count, keys_GSH, values_GSH, num_keys in segments:
         start, end = end, end + count
@@ -216,6 +218,7 @@ def attend(queries_TQH: Tensor, segments: Sequence[Segment]) -> Tensor:
             queries_TQH[start:end].transpose(0, 1)[None],
             keys_GSH[None, :, :num_keys],
             values_GSH[None, :, :num_keys],
+            scale=scale,
             enable_gqa=True,
         )[0]
         parts.append(out_QTH.transpose(0, 1).flatten(1))

@@ -5,7 +5,7 @@ A family is a module with `Config.from_hf`, `build_weight_map`, `parameter_shape
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from oled_moe.errors import CheckpointError
 from oled_moe.experts import OffloadedExperts
 from oled_moe.kv_cache import SequenceKv
 from oled_moe.layers import ForwardBatch, Logits, RunPiece
-from oled_moe.models import llada, llada2_moe, rnd1, sdar_moe
+from oled_moe.models import diffusion_gemma, llada, llada2_moe, rnd1, sdar_moe
+from oled_moe.store import Activation
 
 
 class ModelConfig(Protocol):
@@ -43,6 +44,16 @@ class ModelConfig(Protocol):
     @property
     def head_size(self) -> int: ...
     @property
+    def kv_size(self) -> int:
+        """Numbers that keys and values of one position take, all layers together."""
+        ...
+
+    @property
+    def activation(self) -> Activation:
+        """What its experts do to their gate."""
+        ...
+
+    @property
     def max_positions(self) -> int: ...
     @property
     def decoding(self) -> FamilyDecoding: ...
@@ -68,6 +79,18 @@ class Model(Protocol):
 
     def new_kv(self, num_positions: int) -> SequenceKv:
         """Room for one sequence."""
+        ...
+
+
+@runtime_checkable
+class ConditionedModel(Model, Protocol):
+    """A model that is told what it predicted of its block a step before (`Segment.condition`)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def condition(self, logits_TV: Tensor) -> Tensor:
+        """What the next step is told of a step's logits float32 [T, V]: [T, D]."""
         ...
 
 
@@ -122,6 +145,7 @@ _FAMILIES = (
     Family("rnd1", rnd1),
     # LLaDA-MoE.
     Family("llada", llada),
+    Family("diffusion_gemma", diffusion_gemma),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 

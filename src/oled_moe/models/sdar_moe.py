@@ -41,7 +41,7 @@ from oled_moe.layers import (
     write_kv,
 )
 from oled_moe.models.fields import MAX_EXPERTS, MAX_LAYERS, FieldReader
-from oled_moe.store import ExpertPart
+from oled_moe.store import Activation, ExpertPart
 
 Probe = Callable[[str, Tensor], None]
 
@@ -78,6 +78,14 @@ class Config:
     @property
     def num_moe_layers(self) -> int:
         return len(self.moe_layers)
+
+    @property
+    def kv_size(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size
+
+    @property
+    def activation(self) -> Activation:
+        return "silu"
 
     @property
     def decoding(self) -> FamilyDecoding:
