@@ -225,9 +225,7 @@ class FaultyKernel:
         self._fail_at = fail_at
         self._num_calls = 0
 
-    def __call__(
-        self, rows_ND: Tensor, weights: ExpertWeights, activation: Activation
-    ) -> Tensor:
+    def __call__(self, rows_ND: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
         self._num_calls += 1
         if self._num_calls == self._fail_at + 1:
             raise OSError("the kernel fails")

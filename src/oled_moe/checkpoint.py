@@ -164,8 +164,9 @@ def read_weights(
     """Read the parameters named in `shapes`, and find where each routed expert lies.
 
     `dtype` is what weights are converted to, None keeps each as stored; so do the parameters in
-    `keep_dtype` in any case. `activation` is what experts do to their gate. `method` is how the store reads (see DiskExpertStore). Everything is
-    checked before the first weight is read, and at most one tensor is held beyond the result.
+    `keep_dtype` in any case. `activation` is what experts do to their gate. `method` is how the
+    store reads (see DiskExpertStore). Everything is checked before the first weight is read, and at
+    most one tensor is held beyond the result.
 
     Raises: CheckpointError where a tensor is missing, is there twice, or has another shape or a
     dtype that is not supported.

@@ -35,6 +35,7 @@ POLICY_NAMES = (
     "oled+",
     "oled+global",
     "oled+prefetch",
+    "stream",
     "moe-infinity",
     "finemoe",
     "ktransformers",

@@ -168,13 +168,13 @@ class EngineConfig:
     for everything: weights, K/V, activations, slots) may be given; without any, the engine takes
     what the machine has to spare. `policy` is `NAME[:key=value,...]`, an `OffloadPolicy`, or None
     for what suits the model's family, most often `oled`; `hardware` a `HardwareProfile`, the path
-    of one, or None for what `doctor` stored, else a built-in guess. `dtype` None keeps the stored one. `cpu_experts` False turns CPU execution of
-    missing experts off. `threads` None is torch's own number, or 1 where experts are so small that
-    more would only wait. `force` loads even where the memory plan exceeds what is free.
-    `cuda_graphs`, on `cuda` alone, records the parts of layers between attention and experts where
-    that is measured to be faster. `lossy`, `NAME[:key=value,...]`, is a rule by which the tokens of
-    a block share experts: answers are no longer the model's own (sharing.py), and by `resident`
-    they depend on what is in memory.
+    of one, or None for what `doctor` stored, else a built-in guess. `dtype` None keeps the stored
+    one. `cpu_experts` False turns CPU execution of missing experts off. `threads` None is torch's
+    own number, or 1 where experts are so small that more would only wait. `force` loads even where
+    the memory plan exceeds what is free. `cuda_graphs`, on `cuda` alone, records the parts of
+    layers between attention and experts where that is measured to be faster. `lossy`,
+    `NAME[:key=value,...]`, is a rule by which the tokens of a block share experts: answers are no
+    longer the model's own (sharing.py), and by `resident` they depend on what is in memory.
 
     Raises: ConfigError for a field outside its range.
     """

@@ -946,8 +946,19 @@ def _needs(
     num_logit_rows = PLANNED_BLOCK_LENGTH * config.max_num_seqs
     if model.decoding.is_whole:
         num_rows, num_logit_rows = max_model_len * config.max_num_seqs, LOGIT_ROWS
+    num_positions = max_model_len
+    if canvas := model.decoding.canvas_length:
+        # Canvases, each with the one before it that is read, and a prompt that rides along.
+        num_logit_rows = canvas * config.max_num_seqs
+        num_rows = 2 * num_logit_rows + min(max_model_len, MAX_PREFILL_TOKENS)
+        num_positions += canvas
     rows_bytes = num_rows * model.hidden_size * (2 * model.top_k * itemsize + 6 * itemsize + 8)
     rows_bytes += num_rows * max_model_len
+    if canvas:
+        # The MLP is wide, norms are fp32, masks are of two kinds, and what is drawn from takes two
+        # tensors more of the size of a sequence's logits.
+        rows_bytes += num_rows * (3 * model.intermediate_size * itemsize + 12 * model.hidden_size)
+        rows_bytes += num_rows * max_model_len + 2 * 4 * model.vocab_size * canvas
     logits_bytes = 4 * model.vocab_size * num_logit_rows
     logits_bytes += _SAMPLING_BYTES * min(
         num_logit_rows * model.vocab_size, max(model.vocab_size, SAMPLING_SLICE)
@@ -961,7 +972,7 @@ def _needs(
     memory = ModelMemory(
         process_bytes=process_memory_bytes(),
         dense_bytes=dense_bytes,
-        kv_bytes=kv_per_token * max_model_len * config.max_num_seqs,
+        kv_bytes=kv_per_token * num_positions * config.max_num_seqs,
         activation_bytes=rows_bytes + logits_bytes + scores_bytes + _KERNEL_BYTES,
         buffer_bytes=0 if is_emulated else buffers,
         host_expert_bytes=shape.num_experts_total * layout.slot_bytes if is_emulated else 0,

@@ -131,7 +131,7 @@ def _entropies(logits_CV: Tensor) -> Tensor:
     as the logits is made."""
     num_rows = max(1, SAMPLING_SLICE // logits_CV.shape[-1])
     parts = []
-    for logits in logits_CV.split(num_rows):
+    for logits in torch.split(logits_CV, num_rows):
         log_shares = logits - logits.logsumexp(-1, keepdim=True)
         parts.append(-(log_shares * log_shares.softmax(-1)).sum(-1))
     return torch.cat(parts)

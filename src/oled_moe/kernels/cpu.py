@@ -68,9 +68,7 @@ class CpuExpertKernel:
         for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
             if start < end:
                 weights = arena.weights(slot)
-                out_ND[start:end] = expert_mlp(
-                    rows_ND[start:end], weights, arena.layout.activation
-                )
+                out_ND[start:end] = expert_mlp(rows_ND[start:end], weights, arena.layout.activation)
 
     def _run_native(
         self,
@@ -94,9 +92,7 @@ def max_native_rows(native: NativeKernels | None, dtype: torch.dtype) -> int:
     return MAX_NATIVE_ROWS.get(native.isa, sys.maxsize)
 
 
-def expert_mlp(
-    rows_ND: Tensor, weights: ExpertWeights, activation: Activation = "silu"
-) -> Tensor:
+def expert_mlp(rows_ND: Tensor, weights: ExpertWeights, activation: Activation = "silu") -> Tensor:
     """A gated MLP through torch, with gate and up in one matrix.
 
     Shapes: rows [N, D] -> [N, D], in the dtype of the weights.

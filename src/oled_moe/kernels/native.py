@@ -285,8 +285,8 @@ class NativeKernels:
     ) -> Tensor:
         """softmax(q · kᵀ · scale) · v where every query sees every key of its segment; [T, Q · H].
 
-        `scale`: 1 / √H where None. The segments' tokens add up to T. Sums are fp32 and weights are not rounded. Shapes: queries
-        bfloat16 [T, Q, H], contiguous; G divides Q.
+        `scale`: 1 / √H where None. The segments' tokens add up to T. Sums are fp32 and weights are
+        not rounded. Shapes: queries bfloat16 [T, Q, H], contiguous; G divides Q.
         """
         num_tokens, num_queries, head_size = queries_TQH.shape
         assert queries_TQH.is_contiguous() and 0 < head_size <= MAX_HEAD_SIZE

@@ -14,9 +14,7 @@ def activate(gate: Tensor, activation: Activation) -> Tensor:
     return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
 
 
-def expert_mlp(
-    rows_ND: Tensor, weights: ExpertWeights, activation: Activation = "silu"
-) -> Tensor:
+def expert_mlp(rows_ND: Tensor, weights: ExpertWeights, activation: Activation = "silu") -> Tensor:
     """A gated MLP: down(activation(gate(x)) · up(x)).
 
     Shapes: rows [N, D] -> [N, D], in the dtype of the weights.

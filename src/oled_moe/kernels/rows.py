@@ -198,12 +198,11 @@ def sigmoid_shares(scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
     return weights_TK
 
 
-def attend(
-    queries_TQH: Tensor, segments: Sequence[Segment], scale: float | None = None
-) -> Tensor:
+def attend(queries_TQH: Tensor, segments: Sequence[Segment], scale: float | None = None) -> Tensor:
     """Attention in which every query sees every key of its segment; returns [T, Q · H].
 
-    `scale`: of the products of queries and keys, 1 / √H where None. The segments' tokens add up to T, in order. Shapes: queries [T, Q, H]; G divides Q.
+    `scale`: of the products of queries and keys, 1 / √H where None. The segments' tokens add up to
+    T, in order. Shapes: queries [T, Q, H]; G divides Q.
     """
     is_plain = queries_TQH.dtype == torch.bfloat16 and queries_TQH.device.type == "cpu"
     if is_plain and queries_TQH.shape[-1] <= MAX_HEAD_SIZE:

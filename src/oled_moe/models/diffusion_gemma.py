@@ -230,9 +230,7 @@ def _attention_shapes(
     )
 
 
-def _layer_overrides(
-    read: FieldReader, layers: Any, is_sliding: Sequence[bool]
-) -> dict[str, int]:
+def _layer_overrides(read: FieldReader, layers: Any, is_sliding: Sequence[bool]) -> dict[str, int]:
     """What `per_layer_config` says of the layers that see everything: the same of each."""
     allowed = "the same head_dim and num_key_value_heads for each layer of full_attention"
     wanted = {str(layer) for layer, slides in enumerate(is_sliding) if not slides}
@@ -301,7 +299,7 @@ def build_weight_map(config: Config) -> WeightMap:
         twin = name.replace("encoder.language_model.", "decoder.", 1)
         if twin != name and (twin in shapes or _EXPERT_NAME.fullmatch(twin)):
             return None
-        if re.match(rf"decoder\.layers\.\d{{1,9}}\.", twin):
+        if re.match(r"decoder\.layers\.\d{1,9}\.", twin):
             raise CheckpointError(
                 f"the checkpoint holds {name}, which config.json does not provide for; "
                 "take the config.json that belongs to these weights"
@@ -571,7 +569,7 @@ class DiffusionGemma:
         """
         num_rows = max(1, _CONDITION_SLICE // logits_TV.shape[-1])
         parts = []
-        for logits in logits_TV.split(num_rows):
+        for logits in torch.split(logits_TV, num_rows):
             shares = logits.to(self._dtype).softmax(-1, dtype=torch.float32).to(self._dtype)
             parts.append(shares @ self._embeddings * self._embedding_scale)
         return torch.cat(parts)

@@ -15,6 +15,7 @@ from oled_moe.policies import (
     moe_infinity,
     n_cpu_moe,
     paged_lru,
+    stream,
     tide,
 )
 from oled_moe.policies.allocation import AdaptiveAllocationPolicy, UniformAllocationPolicy
@@ -270,6 +271,12 @@ POLICIES: dict[str, PolicyEntry] = {
         "oled+ with guesses copied into staging while the copy lane is idle",
         "this project",
         (*_INGREDIENTS, "allocation", *_PREFETCH),
+    ),
+    "stream": PolicyEntry(
+        stream.build,
+        "oled, but layers that want nearly all experts keep one set and stream the others ahead",
+        "this project",
+        ("prefill", "bound", "slack", "depth"),
     ),
     "moe-infinity": PolicyEntry(
         moe_infinity.build,
