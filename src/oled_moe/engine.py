@@ -661,6 +661,10 @@ def _check_random_canvas(family: FamilyDecoding, params: DecodingParams) -> None
             f"block_length is {params.block_length}; allowed: {family.canvas_length}, this model's "
             "canvas; leave it out"
         )
+    if params.confidence != "tempered":
+        raise ConfigError(
+            f"confidence is {params.confidence!r}; allowed with this model: tempered; leave it out"
+        )
     if params.top_k is not None or params.top_p not in (None, 1):
         raise ConfigError(
             "top_k or top_p is given; this model's tokens are drawn from all of its vocabulary: "

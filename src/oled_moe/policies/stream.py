@@ -50,8 +50,8 @@ class StreamPolicy:
         self._depth = min(depth, shape.num_layers - 1)
         self._priority = PriorityRetentionPolicy(shape, prefill=prefill)
         size = shape.num_layers, shape.num_experts
-        # NaN before the first demand.
-        self._share = np.full(shape.num_layers, np.nan)
+        # From 0, so that a set is chosen by several forwards.
+        self._share = np.zeros(shape.num_layers)
         self._mass: FloatArray = np.zeros(size)
         self._capacities: IntArray = np.zeros(shape.num_layers, dtype=np.int64)
         # Of layers that stream.
@@ -71,9 +71,8 @@ class StreamPolicy:
             return
         layer, num_experts = demand.layer, self._shape.num_experts
         active = len(demand.expert_ids) / num_experts
-        before = self._share[layer]
-        before = active if np.isnan(before) else before
-        self._share[layer] = share = _SHARE_MEMORY * before + (1 - _SHARE_MEMORY) * active
+        self._share[layer] += (1 - _SHARE_MEMORY) * (active - self._share[layer])
+        share = self._share[layer]
         self._mass[layer] *= _MASS_MEMORY
         self._mass[layer] += gate_mass(demand, num_experts=num_experts)
         if share >= self._bound:
