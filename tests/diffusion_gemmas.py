@@ -143,7 +143,6 @@ def record(folder: Path) -> None:
     short = logits_of(model, PROMPT[:2], canvas_ids, None)
     tensors = {"first": first, "second": second, "short": short}
     tensors["canvas_ids"] = torch.tensor(canvas_ids)
-    save_file(tensors, folder / "forward.safetensors")
     runs = []
     for name, run in RUNS.items():
         output_ids, num_forwards = generate(model, PROMPT, run)
@@ -161,6 +160,8 @@ def record(folder: Path) -> None:
                     "forwards": num_forwards,
                 }
             )
+    tensors["second_bf16"] = logits_of(model.to(torch.bfloat16), PROMPT, canvas_ids, first / 0.7)
+    save_file(tensors, folder / "forward.safetensors")
     (folder / "generate.json").write_text(json.dumps(runs, indent=1) + "\n")
 
 

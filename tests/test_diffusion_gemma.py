@@ -179,6 +179,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+# What Transformers imports for its first `generate`.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_like_transformers(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the oracle is not installed")
@@ -198,16 +200,18 @@ def test_like_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_bfloat16(tmp_path: Path) -> None:
-    """Near the float32 model, the same at every capacity, and like the reference's bfloat16."""
+    """As near the float32 numbers as the reference's own bfloat16, the same at every capacity."""
     expected = load_file(GOLDEN / "forward.safetensors")
     canvas_ids = expected["canvas_ids"].tolist()
     answers = []
     for capacity in CAPACITIES:
         with open_engine(experts_per_layer=capacity, dtype="bfloat16") as engine:
             found = canvas_logits(engine, PROMPT, canvas_ids, expected["first"] / 0.7)
-            difference = (found - expected["second"]).abs()
-            assert difference.mean() < 0.1 * expected["second"].abs().mean()
-            assert difference.max() < 0.3 * expected["second"].abs().max()
+            own, theirs = (
+                (each - expected["second"]).abs().mean()
+                for each in (found, expected["second_bf16"])
+            )
+            assert 0 < own < 1.5 * theirs
             answers.append(engine.generate(PROMPT, params_of(RUNS["three_canvases"])).token_ids)
     assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 24
 
@@ -325,7 +329,7 @@ def test_max_tokens_stop_ids_and_the_end_of_a_canvas(engine: Engine) -> None:
     cut = engine.generate(PROMPT, replace(params_of(run), max_tokens=19))
     assert cut.token_ids == whole[:19] and cut.finish_reason == "length"
     stop_id = whole[10]
-    params = replace(params_of(run), ignore_eos=False, eos_token_id=95, stop_token_ids=[stop_id])
+    params = replace(params_of(run), ignore_eos=False, eos_token_id=94, stop_token_ids=[stop_id])
     stopped = engine.generate(PROMPT, params)
     assert stopped.token_ids == whole[: whole.index(stop_id) + 1]
     assert stopped.finish_reason == "stop"
@@ -355,7 +359,7 @@ def test_a_recorded_run_replays(policy: str, device: str, tmp_path: Path) -> Non
     with open_engine(**settings) as engine:
         engine.experts.observers.append(see)
         params = params_of(RUNS["three_canvases"])
-        trace = record_trace(engine, [PromptToRecord("a", "math", PROMPT)], params)
+        trace = record_trace(engine, [PromptToRecord(PROMPT, id="a", workload="math")], params)
         num_slots, num_staging = engine.memory_plan.num_slots, engine.memory_plan.num_staging
     path = tmp_path / "gemma.trace.safetensors"
     save_trace(trace, path)

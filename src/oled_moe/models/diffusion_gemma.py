@@ -233,6 +233,9 @@ def _attention_shapes(
 def _layer_overrides(read: FieldReader, layers: Any, is_sliding: Sequence[bool]) -> dict[str, int]:
     """What `per_layer_config` says of the layers that see everything: the same of each."""
     allowed = "the same head_dim and num_key_value_heads for each layer of full_attention"
+    if layers == {}:
+        # Nothing differs.
+        return {}
     wanted = {str(layer) for layer, slides in enumerate(is_sliding) if not slides}
     if not isinstance(layers, Mapping) or {str(layer) for layer in layers} != wanted:
         raise read.error("per_layer_config", allowed)
