@@ -20,6 +20,7 @@ from torch import Tensor
 from oled_moe.config import DecodingParams
 from oled_moe.decoding import FRESH_CONFIDENCE, DecodingSequence, NewSequence, Part
 from oled_moe.errors import OledMoeError
+from oled_moe.layers import Logits
 from oled_moe.models import ConditionedModel
 from oled_moe.sampling import SAMPLING_SLICE, Guesses
 from oled_moe.types import BoolArray, IntArray
@@ -202,7 +203,8 @@ class RandomCanvasSequence(DecodingSequence):
         self._block_probability = np.ones(size, dtype=np.float32)
         self._best_ids = np.full(size, -1, dtype=np.int64)
 
-    def _settle(self, logits_NV: Tensor, best: Guesses | None) -> tuple[Guesses, BlockUpdate]:
+    def _settle(self, logits_NV: Logits, best: Guesses | None) -> tuple[Guesses, BlockUpdate]:
+        assert isinstance(logits_NV, Tensor), "a step looks at all of a canvas at once"
         state = self._state
         before, was_masked = state.token_ids.copy(), state.is_masked.copy()
         step = self._canvas.step(logits_NV)
