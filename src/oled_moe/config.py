@@ -612,9 +612,9 @@ class FamilyDecoding:
     slots behind the answer that hold pad. `fills_behind_eos`: with eos_early_stop all positions
     behind the first eos become eos at once. `block_length`: the only one that the model is meant
     for, None where any will do. `expert_capacity`: most experts of a layer that the tokens of one
-    block choose among, None where nothing bounds them. `canvas_length`: not 0 for models without a mask, which
-    denoise one canvas of so many random tokens after another, each seeing those before it as they
-    were read in order. `policy`: what offloads their experts where nobody says.
+    block choose among, None where nothing bounds them. `canvas_length`: not 0 for models without a
+    mask, which denoise one canvas of so many random tokens after another, each seeing those before
+    it as they were read in order. `policy`: what offloads their experts where nobody says.
     """
 
     algorithms: tuple[str, ...]
