@@ -18,7 +18,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "0": ("types", "errors", "registry", "config", "reference_arguments", "shapes", "demo"),
     "1": ("policies", "cache", "costs", "hardware", "sizing", "counters", "sharing"),
     "2a": ("traces", "trace_stats", "synthesis", "simulator", "virtual_clock", "prediction"),
-    "2b": ("lanes", "store", "slots", "kernels", "cuda", "cuda_graphs", "cuda_memory"),
+    "2b": (
+        "lanes",
+        "quantization",
+        "store",
+        "slots",
+        "kernels",
+        "cuda",
+        "cuda_graphs",
+        "cuda_memory",
+    ),
     "3": ("layers", "kv_cache", "experts", "models", "checkpoint"),
     "4": (
         *("edits", "sampling", "unmasking", "closing", "constrained", "decoding"),

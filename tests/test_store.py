@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oled_moe.errors import CheckpointError, ConfigError, OledMoeError
+from oled_moe.quantization import QuantSpec, matrix_bytes
 from oled_moe.store import (
     PAGE_BYTES,
     DiskExpertStore,
@@ -361,3 +362,21 @@ def test_host_store_holds_all_experts(files: Files) -> None:
     host.close()
     with pytest.raises(OledMoeError, match="closed"):
         host.weights(0, 0)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "int4-g32-asym"])
+def test_slots_of_quantised_experts(form: str) -> None:
+    spec = QuantSpec.parse(form)
+    layout = ExpertLayout(70, 41, torch.bfloat16, spec)
+    slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
+    gate, up, down = layout.packed_views(slot)
+    assert len(gate) == len(up) == layout.matrix_bytes == matrix_bytes(spec, 41, 70)
+    assert len(down) == layout.down_bytes == matrix_bytes(spec, 70, 41)
+    assert layout.weight_bytes == len(gate) + len(up) + len(down)
+    assert layout.down_offset % 64 == 0 and layout.slot_bytes % PAGE_BYTES == 0
+    up.fill_(1)
+    down.fill_(2)
+    assert not gate.any()
+    assert (slot[len(gate) : 2 * len(gate)] == 1).all()
+    assert (slot[layout.down_offset : layout.down_offset + len(down)] == 2).all()
+    assert not slot[layout.down_offset + len(down) :].any()

@@ -6,6 +6,8 @@ slots; it never decides which. Reads block, and any number of threads may read a
 Legend: D hidden size, F hidden size of one expert, E experts per layer.
 
     slot   | gate [F, D] | up [F, D] | pad to 64 | down [D, F] | pad to 4096 |
+
+Quantised matrices are bytes: quantization.py says what they hold.
 """
 
 import errno
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from oled_moe.config import check_choice
 from oled_moe.errors import CheckpointError, OledMoeError
+from oled_moe.quantization import QuantSpec, matrix_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +53,40 @@ class ExpertWeights(NamedTuple):
 Activation = Literal["silu", "gelu_tanh"]
 
 
+class PackedWeights(NamedTuple):
+    """The quantised matrices of one expert, uint8: gate and up [F, D], down [D, F]."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """How the matrices of one expert lie in a slot, and the activation that goes with them."""
+    """How the matrices of one expert lie in a slot, and the activation that goes with them.
+
+    `dtype`: that of the weights, or, where `quant` says how they are quantised, of what they are
+    multiplied with.
+    """
 
     hidden_size: int
     intermediate_size: int
     dtype: torch.dtype
     activation: Activation = "silu"
+    quant: QuantSpec | None = None
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of one of the three matrices; they are equally large."""
-        return self.hidden_size * self.intermediate_size * self.dtype.itemsize
+        """Bytes of gate, and of up; of down too where weights are not quantised."""
+        return self._bytes_of(self.intermediate_size, self.hidden_size)
 
     @property
     def gate_up_bytes(self) -> int:
         return 2 * self.matrix_bytes
+
+    @property
+    def down_bytes(self) -> int:
+        return self._bytes_of(self.hidden_size, self.intermediate_size)
 
     @property
     def down_offset(self) -> int:
@@ -74,25 +94,39 @@ class ExpertLayout:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the three matrices without padding."""
-        return 3 * self.matrix_bytes
+        """Bytes of the three matrices without padding between them."""
+        return self.gate_up_bytes + self.down_bytes
 
     @property
     def slot_bytes(self) -> int:
-        return _round_up(self.down_offset + self.matrix_bytes, PAGE_BYTES)
+        return _round_up(self.down_offset + self.down_bytes, PAGE_BYTES)
 
     def views(self, slot: Tensor) -> ExpertWeights:
-        """The matrices in a slot, sharing its memory.
+        """The matrices in a slot, not quantised, sharing its memory.
 
         Shapes: slot uint8 [slot_bytes].
         """
-        down_end = self.down_offset + self.matrix_bytes
+        assert self.quant is None
         gate_up = slot[: self.gate_up_bytes].view(self.dtype)
-        down = slot[self.down_offset : down_end].view(self.dtype)
+        down = slot[self.down_offset : self.down_offset + self.down_bytes].view(self.dtype)
         return ExpertWeights(
             gate_up.view(2 * self.intermediate_size, self.hidden_size),
             down.view(self.hidden_size, self.intermediate_size),
         )
+
+    def packed_views(self, slot: Tensor) -> PackedWeights:
+        """The quantised matrices in a slot, sharing its memory.
+
+        Shapes: slot uint8 [slot_bytes].
+        """
+        assert self.quant is not None
+        gate, up = slot[: self.gate_up_bytes].view(2, -1)
+        return PackedWeights(gate, up, slot[self.down_offset : self.down_offset + self.down_bytes])
+
+    def _bytes_of(self, num_outputs: int, num_inputs: int) -> int:
+        if self.quant is not None:
+            return matrix_bytes(self.quant, num_outputs, num_inputs)
+        return num_outputs * num_inputs * self.dtype.itemsize
 
 
 def aligned_empty(num_bytes: int, alignment: int = PAGE_BYTES) -> Tensor:
