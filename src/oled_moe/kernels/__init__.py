@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from oled_moe.kernels import cpu, grouped, reference
+from oled_moe.kernels import cpu, grouped, quantized, reference
 from oled_moe.store import Activation, ExpertWeights, SlotArena
 from oled_moe.types import IntArray
 
@@ -31,14 +31,14 @@ class ExpertKernel(Protocol):
     ) -> None:
         """For each i: out[starts[i]:ends[i]] = expert in slots[i] of rows[starts[i]:ends[i]].
 
-        Shapes: rows and out [N, D], contiguous, in the dtype of the weights, on the arena's device;
+        Shapes: rows and out [N, D], contiguous, in the layout's dtype, on the arena's device;
         slots, starts and ends int64 [G], ranges disjoint. Mutates: out, those rows.
         """
         ...
 
 
 class EachExpert:
-    """A kernel from a function of one expert's rows."""
+    """A kernel from a function of one expert's rows; quantised experts go through torch."""
 
     def __init__(self, mlp: Callable[[Tensor, ExpertWeights, Activation], Tensor]) -> None:
         self._mlp = mlp
@@ -55,7 +55,11 @@ class EachExpert:
         activation = arena.layout.activation
         ranges = zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True)
         for slot, start, end in ranges:
-            out_ND[start:end] = self._mlp(rows_ND[start:end], arena.weights(slot), activation)
+            rows = rows_ND[start:end]
+            if arena.layout.quant is not None:
+                out_ND[start:end] = quantized.expert_mlp(rows, arena.layout, arena.slot(slot))
+            else:
+                out_ND[start:end] = self._mlp(rows, arena.weights(slot), activation)
 
 
 # Each is built once, with the number of threads it may use (None: what native code is set to).

@@ -6,6 +6,9 @@ construction from the instruction set, never from a measurement of the run.
 oneDNN, which torch uses for 16-bit products, compiles and keeps a kernel of nearly 1 MiB for every
 number of rows it meets. Rows are padded to few sizes, so that a long prompt does not fill memory
 with hundreds of them; the size depends on the number of rows and the dtype alone.
+
+Quantised experts are native code's whatever their rows: it decodes weights once for four rows, and
+torch has no product that is exact with them.
 """
 
 import sys
@@ -15,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oled_moe.kernels import quantized
 from oled_moe.kernels.native import NativeKernels, native_kernels, worthwhile_threads
 from oled_moe.kernels.reference import activate
 from oled_moe.store import Activation, ExpertWeights, SlotArena
@@ -55,6 +59,8 @@ class CpuExpertKernel:
     ) -> None:
         """As ExpertKernel says."""
         limit = max_native_rows(self._native, arena.layout.dtype)
+        if limit and arena.layout.quant is not None:
+            limit = sys.maxsize
         if limit and arena.layout.weight_bytes < SMALL_WEIGHT_BYTES:
             limit = max(limit, MAX_NATIVE_ROWS_OF_SMALL)
         is_native = ends - starts <= limit
@@ -66,9 +72,13 @@ class CpuExpertKernel:
             self._run_native(self._native, arena, rows_ND, out_ND, *part)
             slots, starts, ends = slots[~is_native], starts[~is_native], ends[~is_native]
         for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
-            if start < end:
-                weights = arena.weights(slot)
-                out_ND[start:end] = expert_mlp(rows_ND[start:end], weights, arena.layout.activation)
+            if start == end:
+                continue
+            rows = rows_ND[start:end]
+            if arena.layout.quant is not None:
+                out_ND[start:end] = quantized.expert_mlp(rows, arena.layout, arena.slot(slot))
+            else:
+                out_ND[start:end] = expert_mlp(rows, arena.weights(slot), arena.layout.activation)
 
     def _run_native(
         self,

@@ -1,8 +1,9 @@
-/* Products of few rows with bfloat16 weights, at the speed of memory.
+/* Products of few rows with bfloat16 or quantised weights, at the speed of memory.
  *
- * Weights [out, in], row-major, are read from memory once, whatever the number of rows. Every
- * output is one dot product in fp32 whose order of summation depends on `in` and the instruction
- * set alone: neither the number of rows, nor threads, nor how work was divided can change a bit.
+ * Weights [out, in], row-major or in panels (quantization.py), are read from memory once, whatever
+ * the number of rows. Every output is one dot product in fp32 whose order of summation depends on
+ * `in`, the form of the weights and the instruction set alone: neither the number of rows, nor
+ * threads, nor how work was divided can change a bit.
  *
  * Work is cut into tasks, which threads take from one counter. The caller takes part; workers of a
  * small pool join as they wake up, so a call never waits for one that sleeps.
@@ -46,7 +47,7 @@
 #endif
 
 /* Raised with every change of what native.py calls, or of what it expects of a call. */
-#define ABI_VERSION 9
+#define ABI_VERSION 10
 /* The first 8 bytes of the SHA-256 of this file, from setup.py: no old build is used by mistake. */
 #ifndef SOURCE_ID
 #define SOURCE_ID 0
@@ -80,6 +81,13 @@ enum { ERROR_NONE = 0, ERROR_MEMORY = -1, ERROR_ISA = -2 };
 #define MAX_THREADS 256
 #define SPIN_NS 20000
 
+/* How weights are quantised: `bits` of a code (0: they are bfloat16), weights of a `group` (0: a
+ * whole row), and whether groups have zeros of their own. */
+typedef struct {
+    int bits, has_zeros;
+    int64_t group;
+} Quant;
+
 /* What one instruction set provides. `lay_out` writes rows of x in the order in which `dots` reads
  * them, padded with zeros to whole steps; `dots` computes up to BLOCK outputs for all rows laid
  * out, results [rows][BLOCK_STRIDE], and asks for the weights at `next` while at the last ones. */
@@ -98,6 +106,10 @@ typedef struct {
     void (*lay_out)(void *packed, const uint16_t *x, size_t k, int num_rows);
     void (*dots)(float *results, const uint16_t *w, size_t k, int num_outputs, const void *packed,
                  int num_rows, const uint16_t *next);
+    void (*lay_out_quantized)(float *packed, const uint16_t *x, size_t k, int num_rows,
+                              const Quant *quant);
+    void (*dots_quantized)(float *results, const char *panel, size_t k, const float *packed,
+                           int num_rows, const char *next, const Quant *quant);
     /* By activation: SiLU, GELU. */
     void (*gated[2])(uint16_t *hidden, size_t stride, const float *gate, const float *up,
                      int num_rows, int num_outputs);
@@ -554,6 +566,222 @@ INLINE void ask_for(const uint16_t *ahead, const int num_ahead, size_t k, size_t
     }
 }
 
+/* ---- quantised weights: a lane is an output -------------------------------------------------- */
+
+/* A panel is 32 outputs side by side, so scales are vectors like the codes, x is one number for all
+ * lanes, and no sum crosses lanes. Codes are not shifted to the right: x comes multiplied with the
+ * power of two that undoes where in the word they stand, which is exact. Sums of code · x are made
+ * over spans, parts of a group; then total += scale · (sum - zero · sum of x).
+ *
+ *     group  | scales bfloat16 [32] | zeros uint8 [32], or nothing | words [steps][32] |
+ *     x      span after span, in each tile after tile: | [weights of the span][rows] | sums [rows] |
+ */
+#define SPAN 128
+#define QUANT_LANES 8
+#define QUANT_VECTORS (BLOCK / QUANT_LANES)
+#define QUANT_TILE_ROWS 4
+typedef float FloatQ __attribute__((vector_size(32)));
+typedef uint32_t BitsQ __attribute__((vector_size(32)));
+typedef int32_t IntQ __attribute__((vector_size(32)));
+typedef uint16_t HalfQ __attribute__((vector_size(16)));
+typedef uint8_t ByteQ __attribute__((vector_size(8)));
+
+INLINE size_t group_of(const Quant *quant, size_t k) {
+    return quant->group && (size_t)quant->group < k ? (size_t)quant->group : k;
+}
+
+INLINE size_t header_bytes(const Quant *quant) { return BLOCK * (quant->has_zeros ? 3 : 2); }
+
+INLINE size_t words_of(int bits, size_t count) { return (count * (size_t)bits + 31) / 32; }
+
+/* Bytes of 32 outputs. */
+INLINE size_t panel_bytes(const Quant *quant, size_t k) {
+    size_t group = group_of(quant, k), bytes = 0;
+    for (size_t first = 0; first < k; first += group) {
+        size_t count = k - first < group ? k - first : group;
+        bytes += header_bytes(quant) + words_of(quant->bits, count) * BLOCK * sizeof(uint32_t);
+    }
+    return bytes;
+}
+
+/* Bytes of a row of x, laid out. */
+static size_t quantized_row_bytes(const Quant *quant, size_t k) {
+    size_t group = group_of(quant, k), numbers = 0;
+    for (size_t first = 0; first < k; first += group) {
+        size_t count = k - first < group ? k - first : group;
+        numbers += words_of(quant->bits, count) * (32 / (size_t)quant->bits);
+        numbers += (count + SPAN - 1) / SPAN;
+    }
+    return numbers * sizeof(float);
+}
+
+/* `count` numbers of one row to every `stride`-th place, and their sum. */
+INLINE float lay_out_span(const int bits, float *target, const uint16_t *x, size_t count,
+                          const int stride) {
+    const int codes = 32 / bits;
+    float factors[8], sum = 0.0f;
+    /* The last code of a word is shifted, since the sign is there. */
+    for (int j = 0; j < codes; j++) factors[j] = j < codes - 1 ? 1.0f / (1u << bits * j) : 1.0f;
+    size_t i = 0;
+    for (; i + codes <= count; i += codes)
+        for (int j = 0; j < codes; j++) target[(i + j) * stride] = widen(x[i + j]) * factors[j];
+    if (i < count)
+        for (int j = 0; j < codes; j++)
+            target[(i + j) * stride] = i + j < count ? widen(x[i + j]) * factors[j] : 0.0f;
+    for (i = 0; i < count; i++) sum += widen(x[i]);
+    return sum;
+}
+
+INLINE void lay_out_quantized_rows(const int bits, float *packed, const uint16_t *x, size_t k,
+                                   int num_rows, const Quant *quant) {
+    int num_tiles = tiles_of(num_rows, QUANT_TILE_ROWS);
+    size_t group = group_of(quant, k), count;
+    for (size_t first = 0; first < k; first += count) {
+        size_t left = group - first % group;
+        left = k - first < left ? k - first : left;
+        count = left < SPAN ? left : SPAN;
+        size_t padded = words_of(bits, count) * (32 / bits);
+        const uint16_t *from = x + first;
+        for (int tile = 0; tile < num_tiles; tile++) {
+            int rows = rows_of_tile(num_rows, num_tiles, tile);
+            float *sums = packed + padded * rows;
+            for (int t = 0; t < rows; t++, from += k)
+                switch (rows) {
+                case 1: sums[t] = lay_out_span(bits, packed + t, from, count, 1); break;
+                case 2: sums[t] = lay_out_span(bits, packed + t, from, count, 2); break;
+                case 3: sums[t] = lay_out_span(bits, packed + t, from, count, 3); break;
+                default: sums[t] = lay_out_span(bits, packed + t, from, count, 4);
+                }
+            packed = sums + rows;
+        }
+    }
+}
+
+/* What is needed of a span: its words, the headers of its group, and what to ask for meanwhile. */
+typedef struct {
+    const uint32_t *words;
+    const uint16_t *scales;
+    const uint8_t *zeros;
+    const char *ahead;
+    int steps;
+} QuantSpan;
+
+INLINE void load_scales(FloatQ *scale, const uint16_t *from) {
+    HalfQ half;
+    memcpy(&half, from, sizeof half);
+    BitsQ bits = __builtin_convertvector(half, BitsQ) << 16;
+    memcpy(scale, &bits, sizeof bits);
+}
+
+/* `rows` of x against `vectors` vectors of a panel's outputs, the first of them `first`. */
+INLINE void tile_quantized(const int bits, const int rows, const int vectors, float *results,
+                           const QuantSpan *span, int first, const float *x) {
+    const int codes = 32 / bits;
+    FloatQ sums[QUANT_TILE_ROWS][QUANT_VECTORS];
+    for (int t = 0; t < rows; t++)
+        for (int v = 0; v < vectors; v++) sums[t][v] = (FloatQ){0};
+    const uint32_t *words = span->words + first * QUANT_LANES;
+    const char *ahead = span->ahead;
+    for (int step = 0; step < span->steps; step++, words += BLOCK, ahead += 128) {
+        __builtin_prefetch(ahead, 0, 0);
+        __builtin_prefetch(ahead + 64, 0, 0);
+#pragma GCC unroll 8
+        for (int j = 0; j < codes; j++, x += rows) {
+            const uint32_t mask = ((1u << bits) - 1) << (bits * j);
+            for (int v = 0; v < vectors; v++) {
+                BitsQ word;
+                memcpy(&word, words + v * QUANT_LANES, sizeof word);
+                BitsQ code = j < codes - 1 ? word & mask : word >> (32 - bits);
+                FloatQ number = __builtin_convertvector((IntQ)code, FloatQ);
+                for (int t = 0; t < rows; t++) sums[t][v] += number * x[t];
+            }
+        }
+    }
+    for (int v = 0; v < vectors; v++) {
+        FloatQ scale, zero = (FloatQ){0} + (float)(1 << (bits - 1));
+        load_scales(&scale, span->scales + (first + v) * QUANT_LANES);
+        if (span->zeros) {
+            ByteQ bytes;
+            memcpy(&bytes, span->zeros + (first + v) * QUANT_LANES, sizeof bytes);
+            zero = __builtin_convertvector(__builtin_convertvector(bytes, IntQ), FloatQ);
+        }
+        for (int t = 0; t < rows; t++) {
+            float *result = results + t * BLOCK_STRIDE + (first + v) * QUANT_LANES;
+            FloatQ total;
+            memcpy(&total, result, sizeof total);
+            total += scale * (sums[t][v] - zero * x[t]);
+            memcpy(result, &total, sizeof total);
+        }
+    }
+}
+
+/* Few rows take all outputs of a panel at once, more take halves: sums stay in registers. */
+INLINE void rows_quantized(const int bits, int rows, float *results, const QuantSpan *span,
+                           const float *x) {
+    switch (rows) {
+    case 1: tile_quantized(bits, 1, 4, results, span, 0, x); break;
+    case 2: tile_quantized(bits, 2, 4, results, span, 0, x); break;
+    case 3:
+        tile_quantized(bits, 3, 2, results, span, 0, x);
+        tile_quantized(bits, 3, 2, results, span, 2, x);
+        break;
+    default:
+        tile_quantized(bits, 4, 2, results, span, 0, x);
+        tile_quantized(bits, 4, 2, results, span, 2, x);
+    }
+}
+
+INLINE void panel_quantized(const int bits, float *results, const char *panel, size_t k,
+                            const float *x, int num_rows, const char *next, const Quant *quant) {
+    int num_tiles = tiles_of(num_rows, QUANT_TILE_ROWS);
+    size_t group = group_of(quant, k), bytes = panel_bytes(quant, k), count;
+    size_t distance = bytes < AHEAD_BYTES ? bytes : AHEAD_BYTES;
+    const char *place = panel;
+    QuantSpan span = {0};
+    for (int row = 0; row < num_rows; row++)
+        memset(results + row * BLOCK_STRIDE, 0, BLOCK * sizeof(float));
+    for (size_t first = 0; first < k; first += count) {
+        if (first % group == 0) {
+            span.scales = (const uint16_t *)place;
+            span.zeros = quant->has_zeros ? (const uint8_t *)place + 2 * BLOCK : NULL;
+            place += header_bytes(quant);
+        }
+        size_t left = group - first % group;
+        left = k - first < left ? k - first : left;
+        count = left < SPAN ? left : SPAN;
+        span.words = (const uint32_t *)place;
+        span.steps = (int)words_of(bits, count);
+        size_t ahead = (size_t)(place - panel) + distance;
+        span.ahead = ahead < bytes ? panel + ahead : next ? next + (ahead - bytes) : place;
+        float *target = results;
+        for (int tile = 0; tile < num_tiles; tile++) {
+            int rows = rows_of_tile(num_rows, num_tiles, tile);
+            rows_quantized(bits, rows, target, &span, x);
+            target += rows * BLOCK_STRIDE;
+            x += ((size_t)span.steps * (32 / bits) + 1) * rows;
+            span.ahead = place;
+        }
+        place += (size_t)span.steps * BLOCK * sizeof(uint32_t);
+    }
+}
+
+#define QUANTIZED_FUNCTIONS(suffix, attributes)                                                    \
+    attributes static void lay_out_quantized_##suffix(float *packed, const uint16_t *x, size_t k,  \
+                                                      int num_rows, const Quant *quant) {          \
+        if (quant->bits == 4)                                                                      \
+            lay_out_quantized_rows(4, packed, x, k, num_rows, quant);                              \
+        else                                                                                       \
+            lay_out_quantized_rows(8, packed, x, k, num_rows, quant);                              \
+    }                                                                                              \
+    attributes static void dots_quantized_##suffix(float *results, const char *panel, size_t k,    \
+                                                   const float *packed, int num_rows,              \
+                                                   const char *next, const Quant *quant) {         \
+        if (quant->bits == 4)                                                                      \
+            panel_quantized(4, results, panel, k, packed, num_rows, next, quant);                  \
+        else                                                                                       \
+            panel_quantized(8, results, panel, k, packed, num_rows, next, quant);                  \
+    }
+
 /* ---- any processor: 8 lanes of fp32, which the compiler maps to what there is ---------------- */
 
 #define GENERIC_STEP 8
@@ -622,11 +850,14 @@ INLINE void tile_generic(const int rows, const int num_ahead, float *results,
 
 DOTS(generic, , float, GENERIC_STEP, GENERIC_TILE_ROWS,
      TILE(tile_generic, 1) TILE(tile_generic, 2))
+QUANTIZED_FUNCTIONS(generic, )
 BLOCK_FUNCTIONS(generic, )
 
 static const Kernels GENERIC = {
     GENERIC_TILE_ROWS, GENERIC_STEP, sizeof(float), lay_out_generic, dots_generic,
-    {swiglu_generic, geglu_generic}, store_bf16_generic, store_f32_generic, combine_generic, choose_generic,
+    lay_out_quantized_generic, dots_quantized_generic,
+    {swiglu_generic, geglu_generic}, store_bf16_generic, store_f32_generic, combine_generic,
+    choose_generic,
     route_generic, norm_generic, rotate_generic, attend_generic, store_attention_generic,
 };
 
@@ -691,11 +922,14 @@ AVX2 INLINE void tile_avx2(const int rows, const int num_ahead, float *results,
 
 DOTS(avx2, AVX2, float, AVX2_STEP, AVX2_TILE_ROWS,
      TILE(tile_avx2, 1) TILE(tile_avx2, 2) TILE(tile_avx2, 3))
+QUANTIZED_FUNCTIONS(avx2, AVX2)
 BLOCK_FUNCTIONS(avx2, AVX2)
 
 static const Kernels AVX2_KERNELS = {
     AVX2_TILE_ROWS, AVX2_STEP, sizeof(float), lay_out_avx2, dots_avx2,
-    {swiglu_avx2, geglu_avx2}, store_bf16_avx2, store_f32_avx2, combine_avx2, choose_avx2,
+    lay_out_quantized_avx2, dots_quantized_avx2,
+    {swiglu_avx2, geglu_avx2}, store_bf16_avx2, store_f32_avx2, combine_avx2,
+    choose_avx2,
     route_avx2, norm_avx2, rotate_avx2, attend_avx2, store_attention_avx2,
 };
 
@@ -777,7 +1011,9 @@ BLOCK_FUNCTIONS(avx512, AVX512)
 
 static const Kernels AVX512_KERNELS = {
     AVX512_TILE_ROWS, AVX512_STEP, sizeof(uint16_t), lay_out_avx512, dots_avx512,
-    {swiglu_avx512, geglu_avx512}, store_bf16_avx512, store_f32_avx512, combine_avx512, choose_avx512,
+    lay_out_quantized_avx2, dots_quantized_avx2,
+    {swiglu_avx512, geglu_avx512}, store_bf16_avx512, store_f32_avx512, combine_avx512,
+    choose_avx512,
     route_avx512, norm_avx512, rotate_avx512, attend_avx512, store_attention_avx512,
 };
 
@@ -834,7 +1070,7 @@ struct Job {
     const Kernels *kernels;
     int64_t num_tasks;
     int max_rows; /* laid out at once */
-    size_t max_k;
+    size_t row_bytes; /* of the longest row, laid out */
     _Atomic int64_t next_task;
 };
 
@@ -874,14 +1110,17 @@ static int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+static size_t row_bytes(const Kernels *kernels, size_t k) {
+    return round_up(k, kernels->step) * kernels->element_bytes;
+}
+
 static size_t results_bytes(const Job *job) {
     return round_up((size_t)job->max_rows * BLOCK_STRIDE * sizeof(float), 64);
 }
 
 static size_t scratch_bytes(const Job *job) {
-    size_t row_bytes = round_up(job->max_k, job->kernels->step) * job->kernels->element_bytes;
     /* A page more, so that no two threads share one. */
-    return 2 * results_bytes(job) + round_up(job->max_rows * row_bytes, 4096) + 4096;
+    return 2 * results_bytes(job) + round_up(job->max_rows * job->row_bytes, 4096) + 4096;
 }
 
 static void work(Job *job, char *memory) {
@@ -1056,14 +1295,14 @@ static void end_call(Call *call) {
         free(call->memory);
 }
 
-/* Outputs of a task: whole blocks of weights of `k` numbers each. `total_bytes` of weights are read
+/* Outputs of a task: whole blocks of weights of `block_bytes` each. `total_bytes` of weights are read
  * in the call. */
-static int64_t outputs_of_task(size_t k, int64_t num_outputs, int64_t total_bytes,
+static int64_t outputs_of_task(size_t block_bytes, int64_t num_outputs, int64_t total_bytes,
                                int num_threads) {
     int64_t bytes = total_bytes / (num_threads > 0 ? num_threads : 1) / TASKS_PER_THREAD;
     if (bytes < MIN_TASK_BYTES) bytes = MIN_TASK_BYTES;
     if (bytes > MAX_TASK_BYTES) bytes = MAX_TASK_BYTES;
-    int64_t wanted = bytes / (int64_t)(k * sizeof(uint16_t)) / BLOCK * BLOCK;
+    int64_t wanted = bytes / (int64_t)block_bytes * BLOCK;
     if (wanted < BLOCK) wanted = BLOCK;
     return wanted < num_outputs ? wanted : (int64_t)round_up((size_t)num_outputs, BLOCK);
 }
@@ -1122,11 +1361,13 @@ EXPORT int oled_linear(const void *w, const void *x, const void *bias, void *out
     if (!kernels) return ERROR_ISA;
     if (num_rows <= 0 || num_outputs <= 0) return ERROR_NONE;
     Linear linear = {
-        .job = {run_linear, kernels, 0, (int)smaller(MAX_ROWS, num_rows), (size_t)k, 0},
+        .job = {run_linear, kernels, 0, (int)smaller(MAX_ROWS, num_rows),
+                row_bytes(kernels, (size_t)k), 0},
         .w = w, .x = x, .bias = bias, .out = out,
         .num_rows = num_rows, .num_outputs = num_outputs,
         .task_outputs =
-            outputs_of_task((size_t)k, num_outputs, 2 * k * num_outputs, num_threads),
+            outputs_of_task(BLOCK * (size_t)k * sizeof(uint16_t), num_outputs, 2 * k * num_outputs,
+                            num_threads),
         .k = (size_t)k, .is_f32 = is_f32,
     };
     linear.job.num_tasks = tasks_of(num_outputs, linear.task_outputs);
@@ -1141,7 +1382,7 @@ EXPORT int oled_linear(const void *w, const void *x, const void *bias, void *out
 /* ---- many experts ---------------------------------------------------------------------------- */
 
 typedef struct {
-    const uint16_t *gate_up, *down;
+    const char *gate, *up, *down;
     const uint16_t *x;
     uint16_t *hidden, *out;
     int64_t num_rows;
@@ -1157,22 +1398,56 @@ typedef struct {
     int64_t num_experts, first_tasks, second_tasks, first_outputs, second_outputs;
     size_t hidden_size, intermediate_size;
     int activation;
+    Quant quant;
 } Experts;
+
+/* Bytes of the weights of BLOCK outputs. */
+static size_t block_bytes(const Quant *quant, size_t k) {
+    return quant->bits ? panel_bytes(quant, k) : BLOCK * k * sizeof(uint16_t);
+}
+
+/* Bytes of a matrix, of which the last block is whole where it is quantised. */
+static size_t weights_bytes(const Quant *quant, int64_t num_outputs, size_t k) {
+    if (!quant->bits) return (size_t)num_outputs * k * sizeof(uint16_t);
+    return (size_t)tasks_of(num_outputs, BLOCK) * panel_bytes(quant, k);
+}
+
+static void lay_out_rows(const Experts *p, Scratch *scratch, const uint16_t *x, size_t k,
+                         int num_rows) {
+    if (!p->quant.bits) {
+        lay_out(&p->job, scratch, x, k, num_rows);
+    } else if (scratch->packed_from != x) {
+        p->job.kernels->lay_out_quantized(scratch->packed, x, k, num_rows, &p->quant);
+        scratch->packed_from = x;
+    }
+}
+
+/* Up to BLOCK outputs, whose weights begin at `w`, for the rows laid out. */
+static void block_dots(const Experts *p, float *results, const char *w, size_t k, int num_outputs,
+                       const Scratch *scratch, int num_rows, const char *next) {
+    if (p->quant.bits)
+        p->job.kernels->dots_quantized(results, w, k, scratch->packed, num_rows, next, &p->quant);
+    else
+        p->job.kernels->dots(results, (const uint16_t *)w, k, num_outputs, scratch->packed,
+                             num_rows, (const uint16_t *)next);
+}
 
 static void run_gate_up(const Experts *p, Expert *expert, int64_t chunk, Scratch *scratch) {
     const Kernels *kernels = p->job.kernels;
     size_t k = p->hidden_size;
     int64_t width = (int64_t)p->intermediate_size, first = chunk * p->first_outputs;
     int64_t end = smaller(first + p->first_outputs, width);
+    size_t bytes = block_bytes(&p->quant, k);
     for (int64_t row = 0; row < expert->num_rows; row += MAX_ROWS) {
         int num_rows = (int)smaller(MAX_ROWS, expert->num_rows - row);
-        lay_out(&p->job, scratch, expert->x + row * k, k, num_rows);
+        lay_out_rows(p, scratch, expert->x + row * k, k, num_rows);
         for (int64_t o = first; o < end; o += BLOCK) {
             int count = (int)smaller(BLOCK, end - o);
-            const uint16_t *gate = expert->gate_up + o * k, *up = gate + width * k;
-            const uint16_t *next = o + BLOCK < end ? gate + BLOCK * k : NULL;
-            kernels->dots(scratch->first, gate, k, count, scratch->packed, num_rows, up);
-            kernels->dots(scratch->second, up, k, count, scratch->packed, num_rows, next);
+            const char *gate = expert->gate + (size_t)(o / BLOCK) * bytes;
+            const char *up = expert->up + (size_t)(o / BLOCK) * bytes;
+            const char *next = o + BLOCK < end ? gate + bytes : NULL;
+            block_dots(p, scratch->first, gate, k, count, scratch, num_rows, up);
+            block_dots(p, scratch->second, up, k, count, scratch, num_rows, next);
             kernels->gated[p->activation](expert->hidden + row * width + o, width, scratch->first,
                                           scratch->second, num_rows, count);
         }
@@ -1191,14 +1466,15 @@ static void run_down(const Experts *p, Expert *expert, int64_t chunk, Scratch *s
     size_t k = p->intermediate_size;
     int64_t width = (int64_t)p->hidden_size, first = chunk * p->second_outputs;
     int64_t end = smaller(first + p->second_outputs, width);
+    size_t bytes = block_bytes(&p->quant, k);
     for (int64_t row = 0; row < expert->num_rows; row += MAX_ROWS) {
         int num_rows = (int)smaller(MAX_ROWS, expert->num_rows - row);
-        lay_out(&p->job, scratch, expert->hidden + row * k, k, num_rows);
+        lay_out_rows(p, scratch, expert->hidden + row * k, k, num_rows);
         for (int64_t o = first; o < end; o += BLOCK) {
             int count = (int)smaller(BLOCK, end - o);
-            const uint16_t *down = expert->down + o * k;
-            const uint16_t *next = o + BLOCK < end ? down + BLOCK * k : NULL;
-            kernels->dots(scratch->first, down, k, count, scratch->packed, num_rows, next);
+            const char *down = expert->down + (size_t)(o / BLOCK) * bytes;
+            const char *next = o + BLOCK < end ? down + bytes : NULL;
+            block_dots(p, scratch->first, down, k, count, scratch, num_rows, next);
             kernels->store_bf16(expert->out + row * width + o, width, scratch->first, NULL,
                                 num_rows, count);
         }
@@ -1228,29 +1504,38 @@ static int64_t hidden_bytes(int64_t num_rows, size_t intermediate_size) {
 /* For each group g: out[starts[g]:ends[g]] = the gated MLP of x[starts[g]:ends[g]] with the expert
  * in slot slots[g]; `activation` of the gate: 0 SiLU, 1 GELU. x and out are contiguous [N, D], not
  * the same memory; ranges are disjoint. A slot holds gate [F, D] and up [F, D] at its start and
- * down [D, F] at `down_offset`. Returns 0, or what is wrong. */
+ * down [D, F] at `down_offset`: bfloat16 where `bits` is 0, else quantised. Returns 0, or what is
+ * wrong. */
 EXPORT int oled_experts(const void *arena, int64_t slot_bytes, int64_t down_offset, int64_t hidden,
-                        int64_t intermediate, int activation, const void *x, void *out,
-                        int64_t num_groups, const int64_t *slots, const int64_t *starts,
-                        const int64_t *ends, int isa, int num_threads) {
+                        int64_t intermediate, int activation, int bits, int64_t group,
+                        int has_zeros, const void *x, void *out, int64_t num_groups,
+                        const int64_t *slots, const int64_t *starts, const int64_t *ends, int isa,
+                        int num_threads) {
     const Kernels *kernels = kernels_of(isa);
-    if (!kernels) return ERROR_ISA;
+    if (!kernels || (bits != 0 && bits != 4 && bits != 8)) return ERROR_ISA;
+    Quant quant = {bits, has_zeros, group};
+    size_t up_offset = weights_bytes(&quant, intermediate, (size_t)hidden);
+    int64_t expert_bytes =
+        2 * (int64_t)up_offset + (int64_t)weights_bytes(&quant, hidden, (size_t)intermediate);
+    size_t longest = (size_t)(hidden > intermediate ? hidden : intermediate);
     int64_t max_rows = 0, total_rows = 0, total_bytes = 0;
     for (int64_t g = 0; g < num_groups; g++) {
         int64_t num_rows = ends[g] - starts[g];
-        if (num_rows > 0) total_bytes += 6 * hidden * intermediate;
+        if (num_rows > 0) total_bytes += expert_bytes;
         if (num_rows > max_rows) max_rows = num_rows;
         total_rows += num_rows > 0 ? num_rows : 0;
     }
     if (!total_rows) return ERROR_NONE;
     Experts round = {
         .job = {run_experts, kernels, 0, (int)smaller(MAX_ROWS, max_rows),
-                (size_t)(hidden > intermediate ? hidden : intermediate), 0},
-        .first_outputs =
-            outputs_of_task(2 * (size_t)hidden, intermediate, total_bytes, num_threads),
-        .second_outputs = outputs_of_task((size_t)intermediate, hidden, total_bytes, num_threads),
+                bits ? quantized_row_bytes(&quant, longest) : row_bytes(kernels, longest), 0},
+        .first_outputs = outputs_of_task(2 * block_bytes(&quant, (size_t)hidden), intermediate,
+                                         total_bytes, num_threads),
+        .second_outputs = outputs_of_task(block_bytes(&quant, (size_t)intermediate), hidden,
+                                          total_bytes, num_threads),
         .hidden_size = (size_t)hidden, .intermediate_size = (size_t)intermediate,
         .activation = activation,
+        .quant = quant,
     };
     round.first_tasks = tasks_of(intermediate, round.first_outputs);
     round.second_tasks = tasks_of(hidden, round.second_outputs);
@@ -1272,8 +1557,9 @@ EXPORT int oled_experts(const void *arena, int64_t slot_bytes, int64_t down_offs
             if (hidden_bytes(rows_of_round + num_rows, intermediate) > room) break;
             const char *slot = (const char *)arena + slots[g] * slot_bytes;
             Expert *expert = &round.experts[round.num_experts++];
-            expert->gate_up = (const uint16_t *)slot;
-            expert->down = (const uint16_t *)(slot + down_offset);
+            expert->gate = slot;
+            expert->up = slot + up_offset;
+            expert->down = slot + down_offset;
             expert->x = (const uint16_t *)x + starts[g] * hidden;
             expert->out = (uint16_t *)out + starts[g] * hidden;
             expert->hidden = hidden_rows + rows_of_round * intermediate;
@@ -1579,7 +1865,7 @@ EXPORT int oled_attention(const void *queries, void *out, const Segment *segment
     const Kernels *kernels = kernels_of(isa);
     if (!kernels || head_size > MAX_HEAD_SIZE) return ERROR_ISA;
     Attention attention = {
-        .job = {run_attention, kernels, 0, ATTENTION_ROWS, (size_t)head_size, 0},
+        .job = {run_attention, kernels, 0, ATTENTION_ROWS, row_bytes(kernels, (size_t)head_size), 0},
         .queries = queries, .out = out, .segments = segments,
         .num_queries = num_queries, .num_groups = num_groups,
         .head_size = (size_t)head_size, .scale = scale,

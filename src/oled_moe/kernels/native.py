@@ -1,6 +1,6 @@
 """The compiled kernels of native.c, loaded through ctypes; calls let other Python threads run.
 
-Weights are bfloat16, sums fp32. An output's bits depend on its own row, its weights and the
+Weights are bfloat16, those of experts also quantised; sums are fp32. An output's bits depend on its own row, its weights and the
 instruction set alone: not on the number of rows or threads, nor on who shares the call. The library
 is an optional part of the install: `native_kernels` is None, and the log says why, without it.
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # By their numbers in native.c, the slowest first.
 ISAS = ("generic", "avx2", "avx512-bf16")
-ABI_VERSION = 9
+ABI_VERSION = 10
 _DIRECTORY = Path(__file__).parent
 _REMEDY = "install again where there is a C compiler (pip install -e .)"
 _OUT_OF_MEMORY = -1
@@ -88,7 +88,7 @@ class NativeKernels:
         """
         if not len(slots):
             return
-        layout = arena.layout
+        layout, quant = arena.layout, arena.layout.quant
         for rows in (rows_ND, out_ND):
             assert rows.dtype == layout.dtype == torch.bfloat16 and rows.is_contiguous()
             assert rows.shape == (len(rows_ND), layout.hidden_size)
@@ -107,6 +107,9 @@ class NativeKernels:
                 layout.hidden_size,
                 layout.intermediate_size,
                 layout.activation == "gelu_tanh",
+                0 if quant is None else quant.bits,
+                0 if quant is None else quant.group_size or 0,
+                quant is not None and not quant.is_symmetric,
                 rows_ND.data_ptr(),
                 out_ND.data_ptr(),
                 len(slots),
@@ -447,7 +450,8 @@ def _open_library(path: Path) -> ctypes.CDLL:
             f"native kernels: {path.name} was built from another native.c; {_REMEDY}"
         )
     library.oled_has_isa.argtypes = [_INT]
-    library.oled_experts.argtypes = [_POINTER, *[_LONG] * 4, _INT, _POINTER, _POINTER, _LONG]
+    library.oled_experts.argtypes = [_POINTER, *[_LONG] * 4, _INT, _INT, _LONG, _INT]
+    library.oled_experts.argtypes += [_POINTER, _POINTER, _LONG]
     library.oled_experts.argtypes += [*[_POINTER] * 3, _INT, _INT]
     library.oled_linear.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3]
     library.oled_combine.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, _INT, _INT]
