@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from triton_cases import check_kernel, ranges
 
 from oled_moe.kernels.grouped import MOST_GROUPS, GroupedExperts, _parts
+from oled_moe.quantization import QuantSpec
 from oled_moe.store import ExpertLayout
 
 needs_triton = pytest.mark.skipif(
@@ -103,6 +104,43 @@ def test_compiles_for(architecture: int, tmp_path: Path, monkeypatch: pytest.Mon
                 assert widths and set(widths) == {"0x10"}, "weights are not read 16 bytes at a time"
                 if dtype == torch.bfloat16:
                     assert "mma" in text, "the tensor cores are not used"
+
+
+@needs_triton
+@pytest.mark.parametrize("form", ["int8", "int4", "int4-g32-asym"])
+def test_quantised_compiles(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At LLaDA2-mini's sizes, for the oldest architecture: tensor cores, and memory that is there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from oled_moe.kernels import triton_experts, triton_quantized
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    layout = ExpertLayout(2048, 512, torch.bfloat16, QuantSpec.parse(form))
+    shape = triton_experts.tile_shapes(torch.bfloat16)[0]
+    kernels = (triton_quantized.gate_up_kernel, triton_quantized.down_kernel)
+    sizes = triton_experts.quantized_sizes(layout, shape, widens=False)
+    for kernel, fixed in zip(kernels, sizes, strict=True):
+        names = kernel.arg_names
+        types = {"arena": "*u8", "tiles": "*i64", **dict.fromkeys(fixed, "constexpr")}
+        source = ASTSource(
+            kernel,
+            {each: types.get(each, "*bf16") for each in names},
+            {each: fixed[each] for each in names if each in fixed},
+            {
+                (index,): [["tt.divisibility", 16]]
+                for index, each in enumerate(names)
+                if each not in fixed
+            },
+        )
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", 80, 32),
+            options={"num_warps": shape.num_warps, "num_stages": shape.num_stages},
+        )
+        assert compiled.metadata.shared <= SHARED_BYTES
+        assert "mma" in compiled.asm["ptx"], "the tensor cores are not used"
 
 
 @needs_triton

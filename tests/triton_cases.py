@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oled_moe.kernels import EachExpert, ExpertKernel, reference
+from oled_moe.quantization import QuantSpec, quantize
 from oled_moe.store import Activation, ExpertLayout, SlotArena
 from oled_moe.types import IntArray
 
@@ -29,6 +30,12 @@ def random_arena(layout: ExpertLayout, num_slots: int, seed: int = 0) -> SlotAre
     arena.memory.fill_(0xFF)
     generator = torch.Generator().manual_seed(seed)
     for slot in range(num_slots):
+        if layout.quant is not None:
+            for index, packed in enumerate(layout.packed_views(arena.slot(slot))):
+                shape = layout.intermediate_size, layout.hidden_size
+                drawn = torch.randn(shape[::-1] if index == 2 else shape, generator=generator)
+                packed.copy_(quantize(drawn * drawn.shape[1] ** -0.5, layout.quant))
+            continue
         for matrix in arena.weights(slot):
             drawn = torch.randn(matrix.shape, generator=generator)
             matrix.copy_(drawn * matrix.shape[1] ** -0.5)
@@ -90,6 +97,30 @@ def test_agrees_with_the_reference(
 )
 def test_for_any_shape(sizes: list[int], hidden: int, width: int, seed: int) -> None:
     layout = ExpertLayout(hidden, width, torch.float32)
+    check_kernel(triton_kernel(), layout, sizes, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("form", ["int8-row", "int8-g64-asym", "int4-g32", "int4-g128-asym"])
+def test_quantised_agrees_with_the_reference(dtype: torch.dtype, form: str) -> None:
+    layout = ExpertLayout(150, 40, dtype, QuantSpec.parse(form))
+    check_kernel(triton_kernel(), layout, [1, 17], gap=2)
+
+
+@bounded(8)
+@given(
+    spec=st.builds(
+        QuantSpec, st.sampled_from([4, 8]), st.sampled_from([None, 32, 64, 128]), st.booleans()
+    ),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    hidden=st.integers(1, 150),
+    width=st.integers(1, 80),
+    seed=st.integers(0, 99),
+)
+def test_quantised_for_any_shape(
+    spec: QuantSpec, sizes: list[int], hidden: int, width: int, seed: int
+) -> None:
+    layout = ExpertLayout(hidden, width, torch.float32, spec)
     check_kernel(triton_kernel(), layout, sizes, seed=seed)
 
 

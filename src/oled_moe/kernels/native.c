@@ -579,7 +579,7 @@ INLINE void ask_for(const uint16_t *ahead, const int num_ahead, size_t k, size_t
 #define SPAN 128
 #define QUANT_LANES 8
 #define QUANT_VECTORS (BLOCK / QUANT_LANES)
-#define QUANT_TILE_ROWS 4
+#define QUANT_TILE_ROWS 6
 typedef float FloatQ __attribute__((vector_size(32)));
 typedef uint32_t BitsQ __attribute__((vector_size(32)));
 typedef int32_t IntQ __attribute__((vector_size(32)));
@@ -650,7 +650,9 @@ INLINE void lay_out_quantized_rows(const int bits, float *packed, const uint16_t
                 case 1: sums[t] = lay_out_span(bits, packed + t, from, count, 1); break;
                 case 2: sums[t] = lay_out_span(bits, packed + t, from, count, 2); break;
                 case 3: sums[t] = lay_out_span(bits, packed + t, from, count, 3); break;
-                default: sums[t] = lay_out_span(bits, packed + t, from, count, 4);
+                case 4: sums[t] = lay_out_span(bits, packed + t, from, count, 4); break;
+                case 5: sums[t] = lay_out_span(bits, packed + t, from, count, 5); break;
+                default: sums[t] = lay_out_span(bits, packed + t, from, count, 6);
                 }
             packed = sums + rows;
         }
@@ -688,13 +690,15 @@ INLINE void tile_quantized(const int bits, const int rows, const int vectors, fl
 #pragma GCC unroll 8
         for (int j = 0; j < codes; j++, x += rows) {
             const uint32_t mask = ((1u << bits) - 1) << (bits * j);
+            FloatQ numbers[QUANT_VECTORS];
             for (int v = 0; v < vectors; v++) {
                 BitsQ word;
                 memcpy(&word, words + v * QUANT_LANES, sizeof word);
                 BitsQ code = j < codes - 1 ? word & mask : word >> (32 - bits);
-                FloatQ number = __builtin_convertvector((IntQ)code, FloatQ);
-                for (int t = 0; t < rows; t++) sums[t][v] += number * x[t];
+                numbers[v] = __builtin_convertvector((IntQ)code, FloatQ);
             }
+            for (int t = 0; t < rows; t++)
+                for (int v = 0; v < vectors; v++) sums[t][v] += numbers[v] * x[t];
         }
     }
     for (int v = 0; v < vectors; v++) {
@@ -715,19 +719,21 @@ INLINE void tile_quantized(const int bits, const int rows, const int vectors, fl
     }
 }
 
+#define QUANT_HALVES(rows)                                                                         \
+    tile_quantized(bits, rows, 2, results, span, 0, x);                                            \
+    tile_quantized(bits, rows, 2, results, span, 2, x);                                            \
+    break;
+
 /* Few rows take all outputs of a panel at once, more take halves: sums stay in registers. */
 INLINE void rows_quantized(const int bits, int rows, float *results, const QuantSpan *span,
                            const float *x) {
     switch (rows) {
     case 1: tile_quantized(bits, 1, 4, results, span, 0, x); break;
     case 2: tile_quantized(bits, 2, 4, results, span, 0, x); break;
-    case 3:
-        tile_quantized(bits, 3, 2, results, span, 0, x);
-        tile_quantized(bits, 3, 2, results, span, 2, x);
-        break;
-    default:
-        tile_quantized(bits, 4, 2, results, span, 0, x);
-        tile_quantized(bits, 4, 2, results, span, 2, x);
+    case 3: QUANT_HALVES(3)
+    case 4: QUANT_HALVES(4)
+    case 5: QUANT_HALVES(5)
+    default: QUANT_HALVES(6)
     }
 }
 

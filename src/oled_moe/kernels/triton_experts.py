@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oled_moe.store import SlotArena
+from oled_moe.kernels import triton_quantized
+from oled_moe.quantization import PANEL
+from oled_moe.store import ExpertLayout, SlotArena
 from oled_moe.types import IntArray
 
 
@@ -172,6 +174,15 @@ class TritonExperts:
                 continue
             own = tiles[first : first + len(part)]
             first += len(part)
+            if layout.quant is not None:
+                gate_up, down = quantized_sizes(layout, shape, self._widens)
+                triton_quantized.gate_up_kernel[(triton.cdiv(F, PANEL), len(part))](
+                    arena.memory, rows_ND, act_NF, own, **gate_up
+                )
+                triton_quantized.down_kernel[(triton.cdiv(D, PANEL), len(part))](
+                    arena.memory, act_NF, out_ND, own, **down
+                )
+                continue
             sizes = {
                 "slot_bytes": layout.slot_bytes,
                 "D": D,
@@ -194,6 +205,38 @@ class TritonExperts:
             _down_kernel[(triton.cdiv(D, shape.num_outputs), len(part))](
                 arena.memory, act_NF, out_ND, own, down_offset=layout.down_offset, **sizes
             )
+
+
+def quantized_sizes(
+    layout: ExpertLayout, shape: TileShape, widens: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The constants of both quantised kernels for a tile shape, of which rows, warps and stages
+    count: outputs are a panel, and steps stay within a group."""
+    quant = layout.quant
+    assert quant is not None
+    hidden, width = layout.hidden_size, layout.intermediate_size
+
+    def sizes_for(num_inputs: int) -> dict[str, int]:
+        group = quant.group_length(num_inputs)
+        return {
+            "slot_bytes": layout.slot_bytes,
+            "panel_bytes": quant.panel_bytes(num_inputs),
+            "D": hidden,
+            "F": width,
+            "bits": quant.bits,
+            "has_zeros": not quant.is_symmetric,
+            "group": group,
+            "tile_rows": shape.num_rows,
+            "depth": 32 if group <= 32 else 64,
+            "widens": widens,
+            "num_warps": shape.num_warps,
+            "num_stages": shape.num_stages,
+        }
+
+    return (
+        {"up_offset": layout.matrix_bytes, **sizes_for(hidden)},
+        {"down_offset": layout.down_offset, **sizes_for(width)},
+    )
 
 
 def tile_table(
