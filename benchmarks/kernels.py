@@ -3,10 +3,12 @@
 One call in turn of a plain read, of native code and of torch, over memory of more than 1 GiB, so
 that nothing is found in a cache and whatever disturbs the machine disturbs all three. Experts have
 the shape of LLaDA2-mini (16 in a call), `qkv` and `head` are its dense matrices; all in bfloat16.
+`int8` and `int4` are the same experts quantised, beside the same calls of bfloat16 ones in place of
+torch: `time_ratio` is the median of the ratios of neighbouring calls.
 Rates are bytes of weights per second; `share_of_read` is the median of the ratios of neighbouring
 calls. The table of kernels/cpu.py is made from such rows.
 
-    python benchmarks/kernels.py [--part experts|qkv|head] [--threads 1,2] [--output FILE]
+    python benchmarks/kernels.py [--part experts|int8|int4|qkv|head] [--threads 1,2] [--output FILE]
 """
 
 import argparse
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from oled_moe.kernels.cpu import CpuExpertKernel
 from oled_moe.kernels.native import NativeKernels
+from oled_moe.quantization import DEFAULT_SPECS, QuantSpec, default_spec, quantize
 from oled_moe.store import ExpertLayout, SlotArena
 
 HIDDEN, WIDTH = 2048, 512
@@ -33,10 +36,12 @@ NUM_SLOTS = 206
 GROUP = 16
 ROWS = {
     "experts": (1, 2, 4, 8, 16, 24, 32, 64, 96, 128),
+    "int8": (1, 2, 4, 8, 16, 32),
+    "int4": (1, 2, 4, 8, 16, 32),
     "qkv": (1, 2, 4, 8, 16, 24, 32),
     "head": (1, 8, 16, 32),
 }
-NUM_REPETITIONS = {"experts": 15, "qkv": 15, "head": 5}
+NUM_REPETITIONS = {"experts": 15, "int8": 15, "int4": 15, "qkv": 15, "head": 5}
 
 Call = Callable[[], None]
 
@@ -52,7 +57,7 @@ def expert_calls(
     """Bytes of weights in a call, and the calls: one group of experts after another."""
     rows_ND = torch.randn(GROUP * num_rows, HIDDEN).to(torch.bfloat16)
     out_ND, starts = torch.empty_like(rows_ND), np.arange(GROUP) * num_rows
-    groups = cycle(NUM_SLOTS // GROUP)
+    groups = cycle(len(arena) // GROUP)
 
     def next_slots() -> np.ndarray:
         return np.arange(GROUP) + next(groups) * GROUP
@@ -61,12 +66,32 @@ def expert_calls(
         kernel(arena, rows_ND, out_ND, next_slots(), starts, starts + num_rows, *more)
 
     through_torch = CpuExpertKernel(native=None)
-    memory = arena.memory[: NUM_SLOTS // GROUP * GROUP].view(-1, GROUP * arena.layout.slot_bytes)
+    memory = arena.memory[: len(arena) // GROUP * GROUP].view(-1, GROUP * arena.layout.slot_bytes)
     return GROUP * arena.layout.weight_bytes, {
         "read": lambda: native.read(memory[next(groups)], threads),
         "native": lambda: run(native.experts, threads),
         "torch": lambda: run(through_torch),
     }
+
+
+def quantised_arena(spec: QuantSpec, num_slots: int) -> SlotArena:
+    """Experts that are all alike."""
+    layout = ExpertLayout(HIDDEN, WIDTH, torch.bfloat16, spec)
+    arena = SlotArena.empty(layout, num_slots)
+    for index, packed in enumerate(layout.packed_views(arena.slot(0))):
+        shape = (HIDDEN, WIDTH) if index == 2 else (WIDTH, HIDDEN)
+        packed.copy_(quantize(torch.randn(shape), spec))
+    arena.memory[1:] = arena.memory[0]
+    return arena
+
+
+def quantised_calls(
+    arena: SlotArena, plain: SlotArena, native: NativeKernels, num_rows: int, threads: int
+) -> tuple[int, dict[str, Call]]:
+    """The same experts in two forms."""
+    num_bytes, calls = expert_calls(arena, native, num_rows, threads)
+    _, others = expert_calls(plain, native, num_rows, threads)
+    return num_bytes, {"read": calls["read"], "native": calls["native"], "bf16": others["native"]}
 
 
 def matrix_calls(
@@ -108,6 +133,12 @@ def measure(num_bytes: int, calls: dict[str, Call], num_repetitions: int) -> dic
         row[f"{name}_best_gb_per_s"] = round(num_bytes / min(seconds) / 1e9, 1)
     ratios = [read / native for read, native in zip(times["read"], times["native"], strict=True)]
     row["share_of_read"] = round(statistics.median(ratios), 3)
+    if "bf16" in times:
+        ratios = [own / bf16 for own, bf16 in zip(times["native"], times["bf16"], strict=True)]
+        row["time_ratio"] = round(statistics.median(ratios), 3)
+        row["time_ratio_of_best"] = round(min(times["native"]) / min(times["bf16"]), 3)
+        # Its bytes are others.
+        del row["bf16_gb_per_s"], row["bf16_best_gb_per_s"]
     return row
 
 
@@ -129,9 +160,13 @@ def main() -> None:
     for threads in map(int, options.threads.split(",")):
         torch.set_num_threads(threads)
         for part in options.part or ROWS:
+            form = default_spec(part) if part in DEFAULT_SPECS else None
+            quantised = None if form is None else quantised_arena(form, 2 * NUM_SLOTS)
             rows = tuple(map(int, options.rows.split(","))) if options.rows else ROWS[part]
             for num_rows in rows:
-                if part == "experts":
+                if quantised is not None:
+                    num_bytes, calls = quantised_calls(quantised, arena, native, num_rows, threads)
+                elif part == "experts":
                     num_bytes, calls = expert_calls(arena, native, num_rows, threads)
                 else:
                     num_bytes, calls = matrix_calls(
@@ -143,6 +178,7 @@ def main() -> None:
                     "isa": native.isa,
                     "threads": threads,
                     "num_rows": num_rows,
+                    "form": "bf16" if form is None else str(form),
                 }
                 with torch.inference_mode():
                     row |= measure(num_bytes, calls, NUM_REPETITIONS[part])

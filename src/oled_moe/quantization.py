@@ -14,6 +14,7 @@ Legend: O outputs (rows of the matrix), K inputs, G groups of a row, P panels of
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +29,11 @@ LAYOUT_VERSION = 1
 PANEL = 32
 _STEP_BYTES = PANEL * 4
 GROUP_SIZES = (32, 64, 128)
+# Shares of a group's range that are tried.
+_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
+_HQQ_NORM, _HQQ_STEPS = 0.7, 20
+# Added to the moments' diagonal, in shares of its mean.
+_DAMPING = 0.01
 _FORM = re.compile(r"int([48])(?:-(row|g\d+))?(-asym)?")
 
 
@@ -133,12 +139,14 @@ class Quantized(NamedTuple):
     zeros_OG: Tensor | None
 
 
-def quantize(weight_OK: Tensor, spec: QuantSpec) -> Tensor:
-    """The packed form of a matrix, uint8 [matrix_bytes]; every code is the nearest.
+def quantize(weight_OK: Tensor, spec: QuantSpec, method: str = "searched") -> Tensor:
+    """The packed form of a matrix, uint8 [matrix_bytes], by one of `METHODS`.
 
-    Raises: CheckpointError where weights are not finite.
+    Raises: CheckpointError where weights are not finite; ConfigError for another method.
     """
-    return encode(round_to_nearest(weight_OK, spec), spec)
+    if method not in METHODS:
+        raise ConfigError(f"{method!r} is no way to quantise; allowed: {', '.join(METHODS)}")
+    return encode(METHODS[method](weight_OK, spec), spec)
 
 
 def dequantize(packed: Tensor, spec: QuantSpec, num_outputs: int, num_inputs: int) -> Tensor:
@@ -173,6 +181,119 @@ def round_to_nearest(weight_OK: Tensor, spec: QuantSpec) -> Quantized:
     return nearest(weight_OK, spec, scales, zeros)
 
 
+def searched(weight_OK: Tensor, spec: QuantSpec) -> Quantized:
+    """Of some ranges for each group, the one with the smallest sum of squared errors.
+
+    A smaller range cuts the largest weights off and has finer steps for all others. A symmetric
+    range has one code more below zero than above: which side gets it is tried too.
+    """
+    weight = weight_OK.float()
+    best = round_to_nearest(weight, spec)
+    if spec.bits == 8:
+        # Steps are so fine that nothing is to be gained by cutting off.
+        return best
+    least_OG = _squared_errors(weight, best, spec)
+    first = best.scales_OG.float()
+    if spec.is_symmetric:
+        groups_OGL = grouped(weight, spec)
+        low, high = groups_OGL.amin(-1), groups_OGL.amax(-1)
+        first = torch.where(-low >= high, 1.0, -1.0) * torch.maximum(-low, high) / spec.middle
+    zeros_OG = None if best.zeros_OG is None else best.zeros_OG.float()
+    for share in _SHARES:
+        found = nearest(weight, spec, first * share, zeros_OG)
+        errors_OG = _squared_errors(weight, found, spec)
+        is_better = errors_OG < least_OG
+        least_OG = torch.where(is_better, errors_OG, least_OG)
+        best = _chosen(is_better, found, best, spec)
+    return best
+
+
+def half_quadratic(weight_OK: Tensor, spec: QuantSpec) -> Quantized:
+    """Scales, and zeros where asymmetric, that make the p-norm of errors small for p < 1, so that
+    few large weights count less; by alternating between errors and their best fit.
+
+    Source: HQQ (Badri and Shaji 2023), equations 4 to 8; here zeros are whole numbers, and where
+    symmetric the scale is fitted instead.
+    """
+    groups_OGL = grouped(weight_OK, spec)
+    best = found = round_to_nearest(weight_OK, spec)
+    least_OG = _errors_of(weight_OK, best, spec).pow(_HQQ_NORM).sum(-1)
+    sharpness = 10.0
+    for _ in range(_HQQ_STEPS):
+        errors_OGL = groups_OGL - grouped(weights_of(found, spec), spec)
+        size = errors_OGL.abs()
+        shrunk = (size - (size + 1e-12).pow(_HQQ_NORM - 1) / sharpness).clamp(min=0)
+        target_OGL = groups_OGL - shrunk * errors_OGL.sign()
+        codes_OGL = grouped(found.codes_OK, spec)
+        scales_OG, zeros_OG = found.scales_OG.float(), None
+        if found.zeros_OG is None:
+            numbers = codes_OGL - spec.middle
+            scales_OG = (target_OGL * numbers).sum(-1) / numbers.square().sum(-1).clamp(min=1)
+        else:
+            safe_OG = torch.where(scales_OG != 0, scales_OG, 1)
+            zeros_OG = (codes_OGL - target_OGL / safe_OG[..., None]).mean(-1).round()
+            zeros_OG = zeros_OG.clamp(0, 2**spec.bits - 1)
+        found = nearest(weight_OK, spec, scales_OG, zeros_OG)
+        norms_OG = _errors_of(weight_OK, found, spec).pow(_HQQ_NORM).sum(-1)
+        is_better = norms_OG < least_OG
+        least_OG = torch.where(is_better, norms_OG, least_OG)
+        best = _chosen(is_better, found, best, spec)
+        sharpness *= 1.01
+    return best
+
+
+def compensated(weight_OK: Tensor, spec: QuantSpec, moments_KK: Tensor) -> Quantized:
+    """Column after column is rounded, and what that does to outputs is made good by the columns
+    still to come; scales are those of `searched`.
+
+    `moments_KK`: sum of x · xᵀ over rows of activations that the matrix was seen with, fp32.
+    Source: GPTQ (Frantar et al. 2023), algorithm 1, columns one at a time.
+    """
+    base = searched(weight_OK, spec)
+    weight, num_inputs = weight_OK.float().clone(), weight_OK.shape[1]
+    moments = moments_KK.double()
+    damping = _DAMPING * moments.diagonal().mean().clamp(min=1e-12)
+    moments = moments + damping * torch.eye(num_inputs, dtype=torch.float64)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
+    upper_KK = torch.linalg.cholesky(inverse, upper=True).float()
+    length = spec.group_length(num_inputs)
+    scales_OG = base.scales_OG.float()
+    codes_OK = torch.empty_like(base.codes_OK)
+    for column in range(num_inputs):
+        scale = scales_OG[:, column // length]
+        zeros = base.zeros_OG
+        zero = spec.middle if zeros is None else zeros[:, column // length].float()
+        safe = torch.where(scale != 0, scale, 1)
+        code = ((weight[:, column] / safe).round() + zero).clamp(0, 2**spec.bits - 1)
+        codes_OK[:, column] = code.to(torch.uint8)
+        error = (weight[:, column] - (code - zero) * scale) / upper_KK[column, column]
+        weight[:, column + 1 :] -= error[:, None] * upper_KK[column, column + 1 :]
+    return Quantized(codes_OK, base.scales_OG, base.zeros_OG)
+
+
+def _errors_of(weight_OK: Tensor, parts: Quantized, spec: QuantSpec) -> Tensor:
+    """|error| by groups [O, G, L]."""
+    return grouped(weight_OK.float() - weights_of(parts, spec), spec).abs()
+
+
+def _squared_errors(weight_OK: Tensor, parts: Quantized, spec: QuantSpec) -> Tensor:
+    return _errors_of(weight_OK, parts, spec).square().sum(-1)
+
+
+def _chosen(is_first_OG: Tensor, first: Quantized, other: Quantized, spec: QuantSpec) -> Quantized:
+    """Group by group one of two."""
+    num_inputs = first.codes_OK.shape[1]
+    each_OK = is_first_OG.repeat_interleave(spec.group_length(num_inputs), dim=1)[:, :num_inputs]
+    zeros_OG = None
+    if first.zeros_OG is not None and other.zeros_OG is not None:
+        zeros_OG = torch.where(is_first_OG, first.zeros_OG, other.zeros_OG)
+    return Quantized(
+        torch.where(each_OK, first.codes_OK, other.codes_OK),
+        torch.where(is_first_OG, first.scales_OG, other.scales_OG),
+        zeros_OG,
+    )
+
+
 def nearest(
     weight_OK: Tensor, spec: QuantSpec, scales_OG: Tensor, zeros_OG: Tensor | None
 ) -> Quantized:
@@ -205,6 +326,14 @@ def grouped(weight_OK: Tensor, spec: QuantSpec) -> Tensor:
     length, num_groups = spec.group_length(num_inputs), spec.num_groups(num_inputs)
     padded = torch.nn.functional.pad(weight, (0, num_groups * length - num_inputs))
     return padded.view(num_outputs, num_groups, length)
+
+
+# Ways to quantise that look at nothing but the weights.
+METHODS: dict[str, Callable[[Tensor, QuantSpec], Quantized]] = {
+    "nearest": round_to_nearest,
+    "searched": searched,
+    "half-quadratic": half_quadratic,
+}
 
 
 def encode(parts: Quantized, spec: QuantSpec) -> Tensor:
