@@ -109,7 +109,7 @@ def test_compiles_for(architecture: int, tmp_path: Path, monkeypatch: pytest.Mon
 @needs_triton
 @pytest.mark.parametrize("form", ["int8", "int4", "int4-g32-asym"])
 def test_quantised_compiles(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At LLaDA2-mini's sizes, for the oldest architecture: tensor cores, and memory that is there."""
+    """At LLaDA2-mini's sizes, for the oldest architecture: no more memory than there is."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

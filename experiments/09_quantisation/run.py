@@ -38,6 +38,8 @@ ROWS = ROOT / "results" / "raw" / "09_quantisation.jsonl"
 FORMS = ("int8-row", "int8-g128", "int4-g128", "int4-g64", "int4-g32", "int4-g64-asym", "int4-row")
 # Questions that calibrate are not among those that are scored.
 NUM_CALIBRATION = 40
+# Of an expert that is measured, or calibrated: several times the numbers of a row.
+MIN_ROWS = 512
 
 
 def answer(engine: Engine, record: dict) -> str:
@@ -99,7 +101,7 @@ def key_of(layer: int, expert: int, matrix: str) -> str:
 def weights_rows() -> list[dict]:
     tensors = load_file(find_model("demo") / "model.safetensors")
     seen = observed()
-    chosen = sorted(key for key, rows in seen.items() if len(rows) >= 64)[::8]
+    chosen = sorted(key for key, rows in seen.items() if len(rows) >= MIN_ROWS)[::8]
     torch.manual_seed(0)
     gaussian = [torch.randn(s) * 0.02 for s in ((512, 2048), (512, 2048), (2048, 512))]
     gaussian_rows = torch.randn(1024, 2048)
@@ -153,8 +155,8 @@ def answers_rows(limit: int) -> list[dict]:
     seen = observed()
     out = []
     forms = [(None, "as stored")]
-    forms += [(form, method) for form in FORMS for method in ("nearest", "searched")]
-    forms += [("int4-g64", "half-quadratic"), ("int4-g64", "compensated")]
+    forms += [(form, "searched") for form in FORMS]
+    forms += [("int4-g64", method) for method in ("nearest", "half-quadratic", "compensated")]
     for form, method in forms:
         with tempfile.TemporaryDirectory() as directory:
             target = Path(directory) / "model"
@@ -187,7 +189,7 @@ def _again(
         layer, expert, matrix = int(parts[2]) - 1, int(parts[5]), parts[6][: -len("_proj")]
         rows = seen.get((layer, expert))
         how = method
-        if method == "compensated" and (rows is None or len(rows) < 64):
+        if method == "compensated" and (rows is None or len(rows) < MIN_ROWS):
             how = "searched"
         if how == "compensated" and matrix == "down":
             gate, up = (tensors[key_of(layer, expert, each)].float() for each in ("gate", "up"))

@@ -25,7 +25,8 @@ MOST_GROUPS = 1024
 
 
 class GroupedExperts:
-    """Computes a group of experts (`ExpertKernel`); bf16, sizes that are multiples of 8.
+    """Computes a group of experts (`ExpertKernel`); bf16, not quantised, sizes that are multiples
+    of 8.
 
     `upload` brings a small host tensor to the device.
     """
@@ -83,6 +84,7 @@ def _parts(slots: IntArray) -> list[slice]:
 def _matrices(arena: SlotArena, first: int, num_slots: int) -> tuple[Tensor, Tensor]:
     """Views of consecutive slots: gate and up [S, D, 2F], down [S, F, D]."""
     layout = arena.layout
+    assert layout.quant is None
     width, hidden, itemsize = layout.intermediate_size, layout.hidden_size, layout.dtype.itemsize
     numbers = arena.memory.view(-1).view(layout.dtype)
     stride = layout.slot_bytes // itemsize

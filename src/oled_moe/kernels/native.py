@@ -1,8 +1,9 @@
 """The compiled kernels of native.c, loaded through ctypes; calls let other Python threads run.
 
-Weights are bfloat16, those of experts also quantised; sums are fp32. An output's bits depend on its own row, its weights and the
-instruction set alone: not on the number of rows or threads, nor on who shares the call. The library
-is an optional part of the install: `native_kernels` is None, and the log says why, without it.
+Weights are bfloat16, those of experts also quantised; sums are fp32. An output's bits depend on its
+own row, its weights and the instruction set alone: not on the number of rows or threads, nor on who
+shares the call. The library is an optional part of the install: `native_kernels` is None, and the
+log says why, without it.
 
 Legend: N rows, D hidden size, F hidden size of one expert, G groups, O outputs, K inputs.
 """

@@ -35,7 +35,7 @@ def expert_mlp(rows_ND: Tensor, layout: ExpertLayout, slot: Tensor) -> Tensor:
 
 
 def linear(rows_NK: Tensor, packed: Tensor, spec: QuantSpec, num_outputs: int) -> Tensor:
-    """rows · weightᵀ in fp32. Shapes: rows fp32 [N, K]; packed as quantization.py says -> [N, O]."""
+    """rows · weightᵀ in fp32. Shapes: rows fp32 [N, K]; packed uint8 [matrix_bytes] -> [N, O]."""
     num_inputs = rows_NK.shape[1]
     panel_bytes = spec.panel_bytes(num_inputs)
     step = max(1, _TILE_WEIGHTS // (PANEL * num_inputs))
