@@ -100,8 +100,15 @@ def test_for_any_shape(sizes: list[int], hidden: int, width: int, seed: int) -> 
     check_kernel(triton_kernel(), layout, sizes, seed=seed)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("form", ["int8-row", "int8-g64-asym", "int4-g32", "int4-g128-asym"])
+@pytest.mark.parametrize(
+    "dtype, form",
+    [
+        (torch.bfloat16, "int8-row"),
+        (torch.float16, "int8-g64-asym"),
+        (torch.float32, "int4-g32"),
+        (torch.bfloat16, "int4-g128-asym"),
+    ],
+)
 def test_quantised_agrees_with_the_reference(dtype: torch.dtype, form: str) -> None:
     layout = ExpertLayout(150, 40, dtype, QuantSpec.parse(form))
     check_kernel(triton_kernel(), layout, [1, 17], gap=2)
