@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from methods import compensated, half_quadratic
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from oled_moe.engine import find_model
 from oled_moe.quantization import (
     METHODS,
     QuantSpec,
-    compensated,
     grouped,
     nearest,
     weights_of,
@@ -36,10 +36,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments" / "01_demo_model"))
 ROWS = ROOT / "results" / "raw" / "09_quantisation.jsonl"
 FORMS = ("int8-row", "int8-g128", "int4-g128", "int4-g64", "int4-g32", "int4-g64-asym", "int4-row")
-# Questions that calibrate are not among those that are scored.
-NUM_CALIBRATION = 40
-# Of an expert that is measured, or calibrated: several times the numbers of a row.
-MIN_ROWS = 512
+# Ways that need nothing but the weights.
+WAYS = {**METHODS, "half-quadratic": half_quadratic}
+# Questions that calibrate; they are among those that are scored too.
+NUM_CALIBRATION = 88
+# Of an expert that is measured, or calibrated; a row has up to 128 numbers.
+MIN_ROWS = 256
 
 
 def answer(engine: Engine, record: dict) -> str:
@@ -78,7 +80,7 @@ def observed() -> dict[tuple[int, int], Tensor]:
 def quantised(weight: Tensor, spec: QuantSpec, method: str, rows: Tensor) -> Tensor:
     if method == "compensated":
         return weights_of(compensated(weight, spec, rows.T @ rows), spec)
-    return weights_of(METHODS[method](weight, spec), spec)
+    return weights_of(WAYS[method](weight, spec), spec)
 
 
 def expert_error(matrices: list[Tensor], rows: Tensor, spec: QuantSpec, method: str) -> float:
@@ -108,7 +110,7 @@ def weights_rows() -> list[dict]:
     out = []
     for form in FORMS:
         spec = QuantSpec.parse(form)
-        for method in (*METHODS, "compensated"):
+        for method in (*WAYS, "compensated"):
             errors = []
             for layer, expert in chosen:
                 names = [key_of(layer, expert, each) for each in ("gate", "up", "down")]

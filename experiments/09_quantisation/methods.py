@@ -1,0 +1,89 @@
+"""Ways to quantise that the engine does not use, to compare its own with.
+
+Legend: O outputs, K inputs, G groups of a row, L weights of a group.
+"""
+
+import torch
+from torch import Tensor
+
+from oled_moe.quantization import (
+    Quantized,
+    QuantSpec,
+    chosen,
+    errors_of,
+    grouped,
+    nearest,
+    round_to_nearest,
+    searched,
+    weights_of,
+)
+
+_HQQ_NORM, _HQQ_STEPS = 0.7, 20
+# Added to the moments' diagonal, in shares of its mean. 0.01, as published, does worse than
+# rounding to the nearest where a few hundred rows calibrate (README.md).
+DAMPING = 1.0
+
+
+def half_quadratic(weight_OK: Tensor, spec: QuantSpec) -> Quantized:
+    """Scales, and zeros where asymmetric, that make the p-norm of errors small for p < 1, so that
+    few large weights count less; by alternating between errors and their best fit.
+
+    Source: HQQ (Badri and Shaji 2023), equations 4 to 8; here zeros are whole numbers, and where
+    symmetric the scale is fitted instead.
+    """
+    groups_OGL = grouped(weight_OK, spec)
+    best = found = round_to_nearest(weight_OK, spec)
+    least_OG = errors_of(weight_OK, best, spec).pow(_HQQ_NORM).sum(-1)
+    sharpness = 10.0
+    for _ in range(_HQQ_STEPS):
+        errors_OGL = groups_OGL - grouped(weights_of(found, spec), spec)
+        size = errors_OGL.abs()
+        shrunk = (size - (size + 1e-12).pow(_HQQ_NORM - 1) / sharpness).clamp(min=0)
+        target_OGL = groups_OGL - shrunk * errors_OGL.sign()
+        codes_OGL = grouped(found.codes_OK, spec)
+        scales_OG, zeros_OG = found.scales_OG.float(), None
+        if found.zeros_OG is None:
+            numbers = codes_OGL - spec.middle
+            scales_OG = (target_OGL * numbers).sum(-1) / numbers.square().sum(-1).clamp(min=1)
+        else:
+            safe_OG = torch.where(scales_OG != 0, scales_OG, 1)
+            zeros_OG = (codes_OGL - target_OGL / safe_OG[..., None]).mean(-1).round()
+            zeros_OG = zeros_OG.clamp(0, 2**spec.bits - 1)
+        found = nearest(weight_OK, spec, scales_OG, zeros_OG)
+        norms_OG = errors_of(weight_OK, found, spec).pow(_HQQ_NORM).sum(-1)
+        is_better = norms_OG < least_OG
+        least_OG = torch.where(is_better, norms_OG, least_OG)
+        best = chosen(is_better, found, best, spec)
+        sharpness *= 1.01
+    return best
+
+
+def compensated(
+    weight_OK: Tensor, spec: QuantSpec, moments_KK: Tensor, damping: float = DAMPING
+) -> Quantized:
+    """Column after column is rounded, and what that does to outputs is made good by the columns
+    still to come; scales are those of `searched`.
+
+    `moments_KK`: sum of x · xᵀ over rows of activations that the matrix was seen with, fp32.
+    Source: GPTQ (Frantar et al. 2023), algorithm 1, columns one at a time.
+    """
+    base = searched(weight_OK, spec)
+    weight, num_inputs = weight_OK.float().clone(), weight_OK.shape[1]
+    moments = moments_KK.double()
+    added = damping * moments.diagonal().mean().clamp(min=1e-12)
+    moments = moments + added * torch.eye(num_inputs, dtype=torch.float64)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
+    upper_KK = torch.linalg.cholesky(inverse, upper=True).float()
+    length = spec.group_length(num_inputs)
+    scales_OG = base.scales_OG.float()
+    codes_OK = torch.empty_like(base.codes_OK)
+    for column in range(num_inputs):
+        scale = scales_OG[:, column // length]
+        zeros = base.zeros_OG
+        zero = spec.middle if zeros is None else zeros[:, column // length].float()
+        safe = torch.where(scale != 0, scale, 1)
+        code = ((weight[:, column] / safe).round() + zero).clamp(0, 2**spec.bits - 1)
+        codes_OK[:, column] = code.to(torch.uint8)
+        error = (weight[:, column] - (code - zero) * scale) / upper_KK[column, column]
+        weight[:, column + 1 :] -= error[:, None] * upper_KK[column, column + 1 :]
+    return Quantized(codes_OK, base.scales_OG, base.zeros_OG)
