@@ -76,7 +76,7 @@ def expert_calls(
 
 def quantised_arena(spec: QuantSpec, num_slots: int) -> SlotArena:
     """Experts that are all alike."""
-    layout = ExpertLayout(HIDDEN, WIDTH, torch.bfloat16, spec)
+    layout = ExpertLayout(HIDDEN, WIDTH, torch.bfloat16, quant=spec)
     arena = SlotArena.empty(layout, num_slots)
     for index, packed in enumerate(layout.packed_views(arena.slot(0))):
         shape = (HIDDEN, WIDTH) if index == 2 else (WIDTH, HIDDEN)

@@ -12,7 +12,7 @@ from test_quantization import SPECS
 
 from oled_moe.quantization import METHODS, QuantSpec, grouped, weights_of
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "09_quantisation"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "10_quantisation"))
 try:
     from methods import compensated, half_quadratic
 finally:

@@ -1,6 +1,8 @@
 """Quantised experts: every kernel agrees with the reference dequantisation, and native code gives
 the same bits however work is divided."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from oled_moe.kernels import KERNELS, quantized
 from oled_moe.kernels.cpu import CpuExpertKernel
 from oled_moe.kernels.native import NativeKernels
 from oled_moe.quantization import GROUP_SIZES, QuantSpec, encode
-from oled_moe.store import ExpertLayout, ExpertWeights, SlotArena
+from oled_moe.store import Activation, ExpertLayout, ExpertWeights, SlotArena
 
 SPECS = st.builds(
     QuantSpec, st.sampled_from([4, 8]), st.sampled_from([None, *GROUP_SIZES]), st.booleans()
@@ -30,9 +32,10 @@ def arena_of(
     num_slots: int,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    activation: Activation = "silu",
 ) -> SlotArena:
     """Experts of random codes, zeros and scales, of which every one is of another size."""
-    layout = ExpertLayout(hidden, width, dtype, spec)
+    layout = ExpertLayout(hidden, width, dtype, activation, spec)
     arena = SlotArena.empty(layout, num_slots)
     arena.memory.fill_(0xFF)  # what is no weight is no number
     for slot in range(num_slots):
@@ -58,6 +61,7 @@ def weights(arena: SlotArena, slot: int) -> ExpertWeights:
     counts=st.lists(st.integers(0, 70), min_size=1, max_size=3),
     num_threads=st.integers(1, 3),
     seed=st.integers(0, 99),
+    activation=st.sampled_from(get_args(Activation)),
 )
 def test_any_shape_is_near_float64(
     isa: str,
@@ -67,8 +71,9 @@ def test_any_shape_is_near_float64(
     counts: list[int],
     num_threads: int,
     seed: int,
+    activation: Activation,
 ) -> None:
-    arena = arena_of(spec, hidden, width, len(counts), seed=seed)
+    arena = arena_of(spec, hidden, width, len(counts), seed=seed, activation=activation)
     ends = np.cumsum([count + 1 for count in counts])
     starts = ends - np.array(counts)
     rows = rows_of(int(ends[-1]), hidden, seed)
@@ -76,7 +81,7 @@ def test_any_shape_is_near_float64(
     out = run(NativeKernels(isa), arena, rows, slots, starts, ends, num_threads)
     is_written = torch.zeros(len(rows), dtype=torch.bool)
     for slot, start, end in zip(slots, starts, ends, strict=True):
-        check_near(out[start:end], rows[start:end], weights(arena, slot))
+        check_near(out[start:end], rows[start:end], weights(arena, slot), activation)
         is_written[start:end] = True
     assert (out[~is_written] == 7.0).all()
 
@@ -141,14 +146,18 @@ def test_nan_and_infinity_show(isa: str, form: str) -> None:
 @pytest.mark.parametrize("name", sorted(KERNELS))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_rows", [1, 3, 17, 130])
-def test_kernels_agree_with_the_reference(name: str, form: str, num_rows: int) -> None:
-    arena = arena_of(QuantSpec.parse(form), 96, 40, 2, seed=num_rows)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_kernels_agree_with_the_reference(
+    name: str, form: str, num_rows: int, activation: Activation
+) -> None:
+    spec = QuantSpec.parse(form)
+    arena = arena_of(spec, 96, 40, 2, seed=num_rows, activation=activation)
     rows = rows_of(num_rows + 5, 96)
     out = torch.zeros_like(rows)
     starts, ends = np.array([0, num_rows]), np.array([num_rows, num_rows + 5])
     KERNELS[name](None)(arena, rows, out, np.array([1, 0]), starts, ends)
-    check_near(out[:num_rows], rows[:num_rows], weights(arena, 1))
-    check_near(out[num_rows:], rows[num_rows:], weights(arena, 0))
+    check_near(out[:num_rows], rows[:num_rows], weights(arena, 1), activation)
+    check_near(out[num_rows:], rows[num_rows:], weights(arena, 0), activation)
 
 
 @bounded(20)

@@ -367,7 +367,7 @@ def test_host_store_holds_all_experts(files: Files) -> None:
 @pytest.mark.parametrize("form", ["int8", "int4", "int4-g32-asym"])
 def test_slots_of_quantised_experts(form: str) -> None:
     spec = QuantSpec.parse(form)
-    layout = ExpertLayout(70, 41, torch.bfloat16, spec)
+    layout = ExpertLayout(70, 41, torch.bfloat16, quant=spec)
     slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
     gate, up, down = layout.packed_views(slot)
     assert len(gate) == len(up) == layout.matrix_bytes == matrix_bytes(spec, 41, 70)

@@ -117,7 +117,7 @@ def test_quantised_compiles(form: str, tmp_path: Path, monkeypatch: pytest.Monke
     from oled_moe.kernels import triton_experts, triton_quantized
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    layout = ExpertLayout(2048, 512, torch.bfloat16, QuantSpec.parse(form))
+    layout = ExpertLayout(2048, 512, torch.bfloat16, quant=QuantSpec.parse(form))
     shape = triton_experts.tile_shapes(torch.bfloat16)[0]
     kernels = (triton_quantized.gate_up_kernel, triton_quantized.down_kernel)
     sizes = triton_experts.quantized_sizes(layout, shape, widens=False)

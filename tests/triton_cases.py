@@ -101,16 +101,18 @@ def test_for_any_shape(sizes: list[int], hidden: int, width: int, seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    "dtype, form",
+    "dtype, form, activation",
     [
-        (torch.bfloat16, "int8-row"),
-        (torch.float16, "int8-g64-asym"),
-        (torch.float32, "int4-g32"),
-        (torch.bfloat16, "int4-g128-asym"),
+        (torch.bfloat16, "int8-row", "silu"),
+        (torch.float16, "int8-g64-asym", "gelu_tanh"),
+        (torch.float32, "int4-g32", "gelu_tanh"),
+        (torch.bfloat16, "int4-g128-asym", "silu"),
     ],
 )
-def test_quantised_agrees_with_the_reference(dtype: torch.dtype, form: str) -> None:
-    layout = ExpertLayout(150, 40, dtype, QuantSpec.parse(form))
+def test_quantised_agrees_with_the_reference(
+    dtype: torch.dtype, form: str, activation: Activation
+) -> None:
+    layout = ExpertLayout(150, 40, dtype, activation, QuantSpec.parse(form))
     check_kernel(triton_kernel(), layout, [1, 17], gap=2)
 
 
@@ -127,7 +129,7 @@ def test_quantised_agrees_with_the_reference(dtype: torch.dtype, form: str) -> N
 def test_quantised_for_any_shape(
     spec: QuantSpec, sizes: list[int], hidden: int, width: int, seed: int
 ) -> None:
-    layout = ExpertLayout(hidden, width, torch.float32, spec)
+    layout = ExpertLayout(hidden, width, torch.float32, quant=spec)
     check_kernel(triton_kernel(), layout, sizes, seed=seed)
 
 

@@ -234,7 +234,11 @@ def quantized_sizes(
         }
 
     return (
-        {"up_offset": layout.matrix_bytes, **sizes_for(hidden)},
+        {
+            "up_offset": layout.matrix_bytes,
+            "is_gelu": layout.activation == "gelu_tanh",
+            **sizes_for(hidden),
+        },
         {"down_offset": layout.down_offset, **sizes_for(width)},
     )
 

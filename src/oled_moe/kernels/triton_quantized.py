@@ -80,8 +80,10 @@ def gate_up_kernel(
     tile_rows: tl.constexpr,
     depth: tl.constexpr,
     widens: tl.constexpr,
+    is_gelu: tl.constexpr,
 ) -> None:
-    """act = silu(gate · x) · (up · x); programs are (panels, tiles)."""
+    """act = silu(gate · x) · (up · x), or GELU's tanh form in its place; programs are (panels,
+    tiles)."""
     dtype = rows_ND.dtype.element_ty
     tile = tiles + tl.program_id(1) * 4
     gate_panel = arena + tl.load(tile) * slot_bytes + tl.program_id(0) * panel_bytes
@@ -103,10 +105,11 @@ def gate_up_kernel(
         depth,
         widens,
     )
-    # Rounded where triton_experts.py rounds.
+    # Rounded where triton_experts.py rounds, with its activations.
     gate = gate.to(dtype).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    act = (silu * up.to(dtype).to(tl.float32)).to(dtype)
+    turn = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if is_gelu else gate
+    active = (gate / (1.0 + tl.exp(-turn))).to(dtype).to(tl.float32)
+    act = (active * up.to(dtype).to(tl.float32)).to(dtype)
     outputs = tl.program_id(0) * 32 + tl.arange(0, 32)
     targets = act_NF + row_ids[:, None] * F + outputs[None, :]
     tl.store(targets, act, is_row[:, None] & (outputs < F)[None, :])

@@ -1,11 +1,11 @@
 """Which way to quantise experts loses least.
 
-    python experiments/09_quantisation/run.py [--part weights|answers] [--limit 4]
+    python experiments/10_quantisation/run.py [--part weights|answers] [--limit 4]
 
 `weights`: error of the experts' outputs, relative to the outputs, on the demo model's experts with
 the activations that they see, and on Gaussian matrices of LLaDA2-mini's shape with Gaussian
 activations. `answers`: held-out questions that the demo model answers, with experts quantised and
-made bfloat16 again. Appends rows to results/raw/09_quantisation.jsonl.
+made bfloat16 again. Appends rows to results/raw/10_quantisation.jsonl.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from oled_moe.quantization import (
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments" / "01_demo_model"))
-ROWS = ROOT / "results" / "raw" / "09_quantisation.jsonl"
+ROWS = ROOT / "results" / "raw" / "10_quantisation.jsonl"
 FORMS = ("int8-row", "int8-g128", "int4-g128", "int4-g64", "int4-g32", "int4-g64-asym", "int4-row")
 # Ways that need nothing but the weights.
 WAYS = {**METHODS, "half-quadratic": half_quadratic}
@@ -219,7 +219,7 @@ def main() -> None:
             )
     if not options.no_rows:
         with ROWS.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"experiment": "09_quantisation", **r}) + "\n" for r in rows)
+            file.writelines(json.dumps({"experiment": "10_quantisation", **r}) + "\n" for r in rows)
 
 
 if __name__ == "__main__":
