@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from oled_moe.checkpoint import INDEX_NAME, Checkpoint, read_header, read_weights
+from oled_moe.checkpoint import INDEX_NAME, Checkpoint, read_weights
 from oled_moe.errors import CheckpointError, ConfigError, ModelNotFoundError
 from oled_moe.store import DiskExpertStore, ExpertPart, aligned_empty
+from oled_moe.tensor_files import read_header
 
 CONFIG = {
     "model_type": "llada2_moe",

@@ -19,16 +19,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "1": ("policies", "cache", "costs", "hardware", "sizing", "counters", "sharing"),
     "2a": ("traces", "trace_stats", "synthesis", "simulator", "virtual_clock", "prediction"),
     "2b": (
-        "lanes",
-        "quantization",
-        "store",
-        "slots",
-        "kernels",
-        "cuda",
-        "cuda_graphs",
-        "cuda_memory",
+        *("lanes", "quantization", "store", "slots", "kernels"),
+        *("cuda", "cuda_graphs", "cuda_memory"),
     ),
-    "3": ("layers", "kv_cache", "experts", "models", "checkpoint"),
+    "3": (
+        *("layers", "kv_cache", "experts", "models"),
+        *("tensor_files", "encodings", "packs", "checkpoint"),
+    ),
     "4": (
         *("edits", "sampling", "unmasking", "closing", "constrained", "decoding"),
         *("random_canvas", "canvas"),

@@ -3,29 +3,25 @@
 `Checkpoint.open` reads JSON and headers only and proves that every tensor lies within its file;
 `read_weights` proves that the tensors are those a model needs, and only then reads weights.
 Weights are read, never mapped, and leave the page cache again. Every fault is a CheckpointError.
+Packs (packs.py) and checkpoints with quantised weights (encodings.py) are read the same way.
 
 Legend: D hidden size, F hidden size of one expert, E experts per layer.
-
-    file   | header length, 8 bytes little-endian | header, JSON | tensors, without gaps |
 """
 
-import json
 import logging
-import math
 import os
-import stat
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oled_moe.config import check_choice
+from oled_moe.encodings import EncodedRecord, decode_tensors, place_encoded
 from oled_moe.errors import CheckpointError, ModelNotFoundError
+from oled_moe.packs import MANIFEST_NAME, Pack, experts_name, open_pack
 from oled_moe.store import (
     READ_METHODS,
     Activation,
@@ -35,38 +31,15 @@ from oled_moe.store import (
     FileSpan,
     Matrix,
     PlacedSpan,
-    drop_cached,
-    memory_of,
-    read_exactly,
 )
+from oled_moe.tensor_files import TensorRecord, damaged, read_header, read_json_file
 
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_READ_CHUNK_BYTES = 64 * 2**20
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
-_DAMAGED = "the file is damaged or incomplete, download it again"
-
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
 
 # What a checkpoint tensor becomes: the parameter of that name, a part of an expert, or nothing
 # (known and not needed). An unknown tensor raises KeyError.
@@ -74,26 +47,20 @@ WeightMap = Callable[[str], str | ExpertPart | None]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """Where a tensor lies. Units: `offset` in bytes from the start of the file."""
-
-    name: str
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose headers have been read; `file_bytes` holds the size of each file."""
+    """A checkpoint whose headers have been read; `file_bytes` holds the size of each file.
+
+    `tensors` of a `pack` are those that are no experts. `encoding` says in words how weights are
+    quantised that are decoded when they are read; `config` is without that.
+    """
 
     path: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     tensors: Mapping[str, TensorRecord]
     file_bytes: Mapping[Path, int]
+    pack: Pack | None = None
+    encoding: str | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
@@ -109,22 +76,29 @@ class Checkpoint:
                 f"{directory} has no config.json; name the directory of a checkpoint, "
                 "as it was downloaded"
             )
-        config = _read_json_file(directory / "config.json")
+        config = read_json_file(directory / "config.json")
         generation_config = {}
         if "generation_config.json" in names:
-            generation_config = _read_json_file(directory / "generation_config.json")
+            generation_config = read_json_file(directory / "generation_config.json")
+        if MANIFEST_NAME in names:
+            pack, tensors, file_bytes = open_pack(directory)
+            # What it says of the checkpoint that was packed; nothing of the pack is encoded so.
+            config.pop("quantization_config", None)
+            return cls(directory, config, generation_config, tensors, file_bytes, pack)
         if INDEX_NAME in names:
             tensors, file_bytes = _read_sharded(directory)
         else:
             file = _find_single_file(directory, names)
             tensors, num_bytes = read_header(file)
             file_bytes = {file: num_bytes}
-        return cls(directory, config, generation_config, tensors, file_bytes)
+        config, tensors, encoding = decode_tensors(config, tensors)
+        return cls(directory, config, generation_config, tensors, file_bytes, encoding=encoding)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(record.num_bytes for record in self.tensors.values())
+        """Bytes of all tensors, experts included, as they are stored."""
+        packed = 0 if self.pack is None else self.pack.expert_bytes
+        return packed + sum(record.stored_bytes for record in self.tensors.values())
 
     def read(self, name: str) -> Tensor:
         """Read one tensor into memory of its own.
@@ -134,17 +108,7 @@ class Checkpoint:
         record = self.tensors.get(name)
         if record is None:
             raise CheckpointError(f"{self.path} holds no tensor {name!r}; download it again")
-        memory = torch.empty(record.num_bytes, dtype=torch.uint8)
-        with _open_file(record.path) as descriptor:
-            for start in range(0, record.num_bytes, _READ_CHUNK_BYTES):
-                chunk = memory[start : start + _READ_CHUNK_BYTES]
-                offset = record.offset + start
-                try:
-                    read_exactly(descriptor, offset, [memory_of(chunk)])
-                except EOFError as error:
-                    raise _damaged(record.path, f"tensor {name!r}: {error}") from None
-                drop_cached(descriptor, offset, len(chunk))
-        return memory.view(record.dtype).view(record.shape)
+        return record.read()
 
 
 def read_weights(
@@ -174,109 +138,39 @@ def read_weights(
     check_choice("method", method, READ_METHODS)
     parameters, parts = _assign_tensors(checkpoint, map_weight, shapes)
     _check_parameters(checkpoint, parameters, shapes)
-    size = _ExpertSize(num_moe_layers, num_experts, hidden_size, intermediate_size)
-    stored_dtype = _common_dtype(checkpoint, parts)
-    spans = _place_experts(checkpoint, parts, size, stored_dtype)
+    size = _ExpertSize(num_moe_layers, num_experts, hidden_size, intermediate_size, activation)
+    open_store = _plan_store(checkpoint, parts, size, dtype)
     weights = {}
     for name in shapes:
         weight = checkpoint.read(parameters[name].name)
         weights[name] = weight if dtype is None or name in keep_dtype else weight.to(dtype)
-    layout = ExpertLayout(hidden_size, intermediate_size, dtype or stored_dtype, activation)
-    store = DiskExpertStore(layout, spans, stored_dtype=stored_dtype, method=method)
-    return weights, store
+    return weights, open_store(method)
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorRecord], int]:
-    """The tensors of a safetensors file and the size of the file.
-
-    Raises: CheckpointError unless the tensors fill the file exactly, without gap or overlap.
-    """
-    with _open_file(path) as descriptor:
-        num_file_bytes = os.fstat(descriptor).st_size
-        if num_file_bytes < 8:
-            raise _damaged(path, f"has {num_file_bytes} bytes and no header")
-        length = int.from_bytes(_read_bytes(descriptor, path, 0, 8), "little")
-        if length > MAX_HEADER_BYTES or 8 + length > num_file_bytes:
-            raise _damaged(
-                path,
-                f"says that its header has {length} bytes; allowed: up to {MAX_HEADER_BYTES} "
-                f"and what the file of {num_file_bytes} bytes can hold",
-            )
-        header = _parse_json(_read_bytes(descriptor, path, 8, length), f"{path}: header")
-    header.pop("__metadata__", None)
-    start = 8 + length
-    records = [_parse_record(path, start, name, entry) for name, entry in header.items()]
-    _check_contiguous(path, records, start, num_file_bytes)
-    return {record.name: record for record in records}, num_file_bytes
-
-
-def _parse_record(path: Path, start: int, name: str, entry: Any) -> TensorRecord:
-    where = f"tensor {name!r:.200}"
-    if not isinstance(entry, dict):
-        raise _damaged(path, f"{where} is not described by an object")
-    dtype_name, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
-    if dtype is None:
-        raise CheckpointError(
-            f"{path}: {where} has dtype {dtype_name!r:.80}; allowed: {', '.join(_DTYPES)}; "
-            "use a checkpoint with weights in BF16, F16 or F32"
-        )
-    if not _is_shape(shape):
-        raise _damaged(path, f"{where} has shape {shape!r:.80}; allowed: whole numbers from 0")
-    if not _is_offsets(offsets):
-        raise _damaged(path, f"{where} has data_offsets {offsets!r:.80}; allowed: [begin, end]")
-    begin, end = offsets
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if end - begin != num_bytes:
-        raise _damaged(
-            path,
-            f"{where} takes {end - begin} bytes, but {dtype_name} of shape {shape} "
-            f"takes {num_bytes}",
-        )
-    return TensorRecord(name, path, dtype, tuple(shape), start + begin, num_bytes)
-
-
-def _is_sizes(value: Any, max_length: int) -> TypeGuard[list[int]]:
-    return (
-        isinstance(value, list)
-        and len(value) <= max_length
-        and all(type(size) is int and 0 <= size < 2**63 for size in value)
-    )
-
-
-def _is_shape(value: Any) -> TypeGuard[list[int]]:
-    """Whether a tensor can have this shape: torch counts strides even where a size is 0."""
-    return _is_sizes(value, 64) and math.prod(max(size, 1) for size in value) < 2**60
-
-
-def _is_offsets(value: Any) -> TypeGuard[list[int]]:
-    return _is_sizes(value, 2) and len(value) == 2 and value[0] <= value[1]
-
-
-def _check_contiguous(
-    path: Path, records: Iterable[TensorRecord], start: int, num_file_bytes: int
-) -> None:
-    end = start
-    for record in sorted(records, key=lambda record: (record.offset, record.num_bytes)):
-        if record.offset < end:
-            raise _damaged(path, f"tensor {record.name!r} overlaps the one before it")
-        if record.offset > end:
-            raise _damaged(path, f"nothing fills the bytes before tensor {record.name!r}")
-        end += record.num_bytes
-        if end > num_file_bytes:
-            raise _damaged(
-                path,
-                f"tensor {record.name!r} ends at byte {end}, the file at byte {num_file_bytes}",
-            )
-    if end < num_file_bytes:
-        raise _damaged(path, f"{num_file_bytes - end} bytes after the last tensor belong to none")
+def find_weights(
+    checkpoint: Checkpoint,
+    *,
+    map_weight: WeightMap,
+    shapes: Mapping[str, tuple[int, ...]],
+    num_moe_layers: int,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    dtype: torch.dtype | None,
+    method: str,
+) -> tuple[dict[str, TensorRecord], DiskExpertStore]:
+    """As `read_weights`, with the parameters left where they lie."""
+    parameters, parts = _assign_tensors(checkpoint, map_weight, shapes)
+    _check_parameters(checkpoint, parameters, shapes)
+    size = _ExpertSize(num_moe_layers, num_experts, hidden_size, intermediate_size)
+    return parameters, _plan_store(checkpoint, parts, size, dtype)(method)
 
 
 def _read_sharded(directory: Path) -> tuple[dict[str, TensorRecord], dict[Path, int]]:
     index_path = directory / INDEX_NAME
-    weight_map = _read_json_file(index_path, is_unique=True).get("weight_map")
+    weight_map = read_json_file(index_path, is_unique=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _damaged(index_path, "has no weight_map from tensor names to files")
+        raise damaged(index_path, "has no weight_map from tensor names to files")
     for name, shard in weight_map.items():
         _check_shard_name(index_path, name, shard)
     shards = {}
@@ -315,6 +209,11 @@ def _find_single_file(directory: Path, names: Sequence[str]) -> Path:
     if SINGLE_NAME in names:
         return directory / SINGLE_NAME
     found = [name for name in names if name.endswith(".safetensors")]
+    if experts_name(0) in found:
+        raise CheckpointError(
+            f"{directory} is a pack without {MANIFEST_NAME}, so not finished or not whole; run the "
+            "command that packs it again, or copy it again"
+        )
     if len(found) == 1:
         return directory / found[0]
     if found:
@@ -351,64 +250,6 @@ def _list_directory(directory: Path) -> list[str]:
         ) from error
 
 
-def _read_json_file(path: Path, *, is_unique: bool = False) -> dict[str, Any]:
-    with _open_file(path) as descriptor:
-        text = _read_bytes(descriptor, path, 0, os.fstat(descriptor).st_size)
-    return _parse_json(text, str(path), is_unique=is_unique)
-
-
-def _parse_json(text: bytearray, where: str, *, is_unique: bool = True) -> dict[str, Any]:
-    try:
-        value = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_unique_keys if is_unique else None
-        )
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{where} is not valid JSON ({error}); download the file again"
-        ) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is not a JSON object; download the file again")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise ValueError(f"{max(counts, key=counts.__getitem__)!r:.200} is there twice")
-    return values
-
-
-@contextmanager
-def _open_file(path: Path) -> Iterator[int]:
-    """A descriptor to read from; what the system reports meanwhile becomes a CheckpointError."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CheckpointError(f"{path} is not a regular file; put the downloaded file there")
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}); check that it exists and is readable"
-        ) from error
-
-
-def _read_bytes(descriptor: int, path: Path, offset: int, num_bytes: int) -> bytearray:
-    content = bytearray(num_bytes)
-    try:
-        read_exactly(descriptor, offset, [memoryview(content)])
-    except EOFError as error:
-        raise _damaged(path, str(error)) from None
-    return content
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}; {_DAMAGED}")
-
-
 # What read_weights checks.
 
 
@@ -420,6 +261,7 @@ class _ExpertSize:
     num_experts: int
     hidden_size: int
     intermediate_size: int
+    activation: Activation = "silu"
 
     def shape(self, part: ExpertPart) -> tuple[int, ...]:
         sizes = {
@@ -436,6 +278,52 @@ class _ExpertSize:
 
 
 Parts = Sequence[tuple[TensorRecord, ExpertPart]]
+
+
+def _plan_store(
+    checkpoint: Checkpoint, parts: "Parts", size: _ExpertSize, dtype: torch.dtype | None
+) -> Callable[[str], DiskExpertStore]:
+    """Prove that every expert is there; what opens the store, given how files are read."""
+    if checkpoint.pack is not None:
+        return _plan_packed_store(checkpoint.pack, parts, size, dtype)
+    stored_dtype = _common_dtype(checkpoint, parts)
+    layout = ExpertLayout(
+        size.hidden_size, size.intermediate_size, dtype or stored_dtype, size.activation
+    )
+    owners = _find_owners(checkpoint, parts, size)
+    if any(isinstance(record, EncodedRecord) for record, _ in parts):
+        encoding, spans = place_encoded(checkpoint.path, layout, owners)
+    else:
+        encoding, spans = None, _place_experts(parts, size, stored_dtype)
+    return lambda method: DiskExpertStore(
+        layout, spans, stored_dtype=stored_dtype, method=method, encoding=encoding
+    )
+
+
+def _plan_packed_store(
+    pack: Pack, parts: "Parts", size: _ExpertSize, dtype: torch.dtype | None
+) -> Callable[[str], DiskExpertStore]:
+    manifest, stored = pack.manifest, pack.layout
+    found = (
+        manifest.num_layers,
+        manifest.num_experts,
+        stored.hidden_size,
+        stored.intermediate_size,
+    )
+    wanted = (size.num_layers, size.num_experts, size.hidden_size, size.intermediate_size)
+    if found != wanted or parts:
+        raise CheckpointError(
+            f"{pack.path}: holds {found[0]} layers of {found[1]} experts of {found[2]} x "
+            f"{found[3]}, config.json asks for {wanted[0]} of {wanted[1]} of {wanted[2]} x "
+            f"{wanted[3]}; pack the model again"
+        )
+    return lambda method: DiskExpertStore(
+        replace(stored, dtype=dtype or stored.dtype, activation=size.activation),
+        [[[(span, 0)] for span in layer] for layer in pack.spans],
+        stored_dtype=stored.dtype,
+        method=method,
+        checksums=manifest.experts,
+    )
 
 
 def _assign_tensors(
@@ -502,8 +390,28 @@ def _common_dtype(checkpoint: Checkpoint, parts: Parts) -> torch.dtype:
     return first.dtype
 
 
+Owners = Mapping[tuple[int, int, Matrix], TensorRecord]
+
+
+def _find_owners(checkpoint: Checkpoint, parts: Parts, size: _ExpertSize) -> Owners:
+    """The one tensor that holds each matrix of each expert."""
+    owners: dict[tuple[int, int, Matrix], TensorRecord] = {}
+    for record, part in parts:
+        _check_part(record, part, size)
+        for expert in size.experts(part):
+            for matrix in _covered(part.matrix):
+                other = owners.setdefault((part.layer, expert, matrix), record)
+                if other is not record:
+                    raise CheckpointError(
+                        f"{checkpoint.path}: tensors {other.name!r} and {record.name!r} both hold "
+                        f"the {matrix} matrix of one expert; allowed: one of them"
+                    )
+    _check_complete(checkpoint, owners, size)
+    return owners
+
+
 def _place_experts(
-    checkpoint: Checkpoint, parts: Parts, size: _ExpertSize, dtype: torch.dtype
+    parts: Parts, size: _ExpertSize, dtype: torch.dtype
 ) -> list[list[list[PlacedSpan]]]:
     """For each layer and expert, which bytes go where in a slot of this dtype."""
     layout = ExpertLayout(size.hidden_size, size.intermediate_size, dtype)
@@ -513,24 +421,14 @@ def _place_experts(
         "gate_up": 0,
         "down": layout.down_offset,
     }
-    owners: dict[tuple[int, int, Matrix], TensorRecord] = {}
     spans: list[list[list[PlacedSpan]]] = [
         [[] for _ in range(size.num_experts)] for _ in range(size.num_layers)
     ]
     for record, part in parts:
-        _check_part(record, part, size)
         num_bytes = layout.matrix_bytes * len(_covered(part.matrix))
         for position, expert in enumerate(size.experts(part)):
-            for matrix in _covered(part.matrix):
-                other = owners.setdefault((part.layer, expert, matrix), record)
-                if other is not record:
-                    raise CheckpointError(
-                        f"{checkpoint.path}: tensors {other.name!r} and {record.name!r} both hold "
-                        f"the {matrix} matrix of one expert; allowed: one of them"
-                    )
             span = FileSpan(record.path, record.offset + position * num_bytes, num_bytes)
             spans[part.layer][expert].append((span, targets[part.matrix]))
-    _check_complete(checkpoint, owners, size)
     return spans
 
 

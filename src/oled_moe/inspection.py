@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oled_moe.checkpoint import Checkpoint, TensorRecord
+from oled_moe.checkpoint import Checkpoint
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_PROFILE, PROFILE_DEVICES, CostModel, HardwareProfile
 from oled_moe.cuda import check_cuda
@@ -46,6 +46,7 @@ from oled_moe.profiler import (
     to_profile,
 )
 from oled_moe.store import ExpertLayout, ExpertPart, SlotArena
+from oled_moe.tensor_files import TensorRecord
 from oled_moe.tokenization import Tokenizer
 from oled_moe.types import ForwardOutcome, LayerDemand, LayerPlan
 

@@ -16,9 +16,10 @@ import mmap
 import os
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -234,7 +235,7 @@ class ExpertStore(Protocol):
         """Fill a slot with one expert; blocks; may be called from many threads.
 
         Shapes: slot uint8 [layout.slot_bytes], contiguous, in host memory.
-        Mutates: slot, except its padding.
+        Mutates: slot; its padding may be left as it was.
         Raises: CheckpointError where the bytes cannot be had; OledMoeError after `close`.
         """
         ...
@@ -253,12 +254,24 @@ class _Run(NamedTuple):
     pieces: tuple[tuple[int, int], ...]
 
 
+class Encoding(NamedTuple):
+    """How experts lie in files that hold them in another form than a slot's.
+
+    The spans of an expert fill a buffer of `num_bytes`; `decode(buffer, slot)` makes a slot of it.
+    """
+
+    num_bytes: int
+    decode: Callable[[Tensor, Tensor], None]
+
+
 class DiskExpertStore:
     """Experts that are read from checkpoint files each time they are asked for.
 
     `spans[layer][expert]` says where the bytes lie and where they go in a slot of
-    `stored_dtype`; they are converted where `layout` has another dtype. `method` is how files are
-    read, after construction the method in use:
+    `stored_dtype`; they are converted where `layout` has another dtype. With an `encoding` they go
+    into its buffer. Where an expert is one span as large as a slot, it is the whole slot, padding
+    included; `checksums[layer][expert]` are CRC-32 of those, compared at an expert's first read.
+    `method` is how files are read, after construction the method in use:
 
     - `buffered`: into the slot itself; the page cache is asked to drop what was read, so that it
       neither hides nor doubles the memory that experts take.
@@ -275,16 +288,24 @@ class DiskExpertStore:
         *,
         stored_dtype: torch.dtype,
         method: str = "direct",
+        encoding: Encoding | None = None,
+        checksums: Sequence[Sequence[int]] | None = None,
     ) -> None:
         check_choice("method", method, READ_METHODS)
         self.layout = layout
         self.num_layers = len(spans)
         self.num_experts = len(spans[0]) if spans else 0
-        self._stored = ExpertLayout(layout.hidden_size, layout.intermediate_size, stored_dtype)
+        stored = replace(layout, dtype=stored_dtype)
+        self._encoding = encoding
+        if encoding is None and stored != layout:
+            self._encoding = _conversion(stored, layout)
         self._runs = [[_merge(placed) for placed in experts] for experts in spans]
+        self._checksums = checksums
+        self._is_verified = bytearray(self.num_layers * self.num_experts)
         assert all(len(experts) == self.num_experts for experts in spans)
+        allowed = {stored.weight_bytes, stored.slot_bytes} if encoding is None else None
         assert all(
-            sum(run.num_bytes for run in runs) == self._stored.weight_bytes
+            allowed is None or sum(run.num_bytes for run in runs) in allowed
             for experts in self._runs
             for runs in experts
         )
@@ -302,8 +323,7 @@ class DiskExpertStore:
     def scratch_bytes(self) -> int:
         """Memory that each reading thread holds besides the slot it fills."""
         bounce = self._bounce_bytes if self.method == "direct" else 0
-        converted = self._stored.slot_bytes if self._stored != self.layout else 0
-        return bounce + converted
+        return bounce + (self._encoding.num_bytes if self._encoding else 0)
 
     @property
     def _bounce_bytes(self) -> int:
@@ -313,15 +333,12 @@ class DiskExpertStore:
         assert 0 <= layer < self.num_layers and 0 <= expert < self.num_experts
         assert slot.dtype == torch.uint8 and slot.shape == (self.layout.slot_bytes,)
         with self._open():
-            if self._stored == self.layout:
+            if self._encoding is None:
                 self._read(layer, expert, slot)
                 return
-            stored = self._thread_buffer("stored", self._stored.slot_bytes)
+            stored = self._thread_buffer("stored", self._encoding.num_bytes)
             self._read(layer, expert, stored)
-            for target, source in zip(
-                self.layout.views(slot), self._stored.views(stored), strict=True
-            ):
-                target.copy_(source)
+            self._encoding.decode(stored, slot)
 
     def close(self) -> None:
         with self._idle:
@@ -363,6 +380,23 @@ class DiskExpertStore:
                 raise CheckpointError(
                     f"{where}: cannot be read ({error.strerror}); check the disk"
                 ) from error
+        if self._checksums is not None:
+            self._verify(layer, expert, memory)
+
+    def _verify(self, layer: int, expert: int, memory: memoryview) -> None:
+        """Compare what was read with its checksum, once for each expert."""
+        assert self._checksums is not None
+        index = layer * self.num_experts + expert
+        if self._is_verified[index]:
+            return
+        (run,) = self._runs[layer][expert]
+        # zlib lets other threads run meanwhile.
+        if zlib.crc32(memory[: run.num_bytes]) != self._checksums[layer][expert]:
+            raise CheckpointError(
+                f"{run.path}: layer {layer}, expert {expert} (counting MoE layers from 0) is not "
+                "what was packed: the file is damaged, pack the model again"
+            )
+        self._is_verified[index] = True
 
     def _thread_buffer(self, name: str, num_bytes: int) -> Tensor:
         buffer: Tensor | None = getattr(self._scratch, name, None)
@@ -370,6 +404,16 @@ class DiskExpertStore:
             buffer = aligned_empty(num_bytes)
             setattr(self._scratch, name, buffer)
         return buffer
+
+
+def _conversion(stored: ExpertLayout, layout: ExpertLayout) -> Encoding | None:
+    """From slots of one dtype to slots of another; None where the bytes are the same."""
+
+    def convert(source: Tensor, slot: Tensor) -> None:
+        for target, matrix in zip(layout.views(slot), stored.views(source), strict=True):
+            target.copy_(matrix)
+
+    return Encoding(stored.slot_bytes, convert)
 
 
 class HostExpertStore:
