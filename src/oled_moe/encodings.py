@@ -265,7 +265,7 @@ def _gptq(settings: Mapping[str, Any]) -> _Format:
 
 @dataclass(frozen=True, slots=True)
 class PackedDecoder:
-    """weight_packed [O, K/n], weight_scale, and where they are there zero points [O/n, G], g_idx."""
+    """weight_packed [O, K/n], weight_scale, and if there zero points [O/n, G], g_idx."""
 
     bits: int
     block: tuple[int, int]
