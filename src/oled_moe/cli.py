@@ -34,6 +34,7 @@ from oled_moe.cli_flags import (
     parse_ids,
     takes_flags,
 )
+from oled_moe.cli_pack import pack
 from oled_moe.cli_plan import doctor, plan
 from oled_moe.cli_pull import pull
 from oled_moe.cli_reproduce import reproduce
@@ -280,6 +281,9 @@ app.command(cls=PanelCommand, short_help="Talk with a model.")(chat)
 app.command(cls=PanelCommand, short_help="Serve a model over OpenAI's API, with a page.")(serve)
 app.command(cls=PanelCommand, short_help="Measure this machine; say whether MODEL fits.")(doctor)
 app.command(cls=PanelCommand, short_help="Say what MODEL would do on another machine.")(plan)
+app.command(cls=PanelCommand, short_help="Pack MODEL: an expert one read, optionally int8, int4.")(
+    pack
+)
 app.command(cls=PanelCommand, short_help="Run policies side by side; table, page.")(bench)
 app.command("bench-serve", cls=PanelCommand, short_help="Put load on a server; table, JSON.")(
     bench_serve
@@ -295,10 +299,19 @@ app.add_typer(trace_app, name="trace")
 @takes_flags
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help=MODEL_HELP, envvar="OLED_MOE_MODEL")],
+    is_verified: Annotated[
+        bool,
+        flag(
+            "--verify/--no-verify", help="Read all of a pack and compare checksums; default: yes."
+        ),
+    ] = True,
     as_json: Json = False,
     log: LogFlags = LogFlags(),
 ) -> None:
-    """Say what a checkpoint holds, from its config and headers alone, or what a trace holds."""
+    """Say what a checkpoint holds, from its config and headers alone, or what a trace holds.
+
+    A pack is read whole and compared with its checksums.
+    """
     use_log_flags(log)
     from oled_moe.traces import is_trace, load_trace
 
@@ -309,13 +322,22 @@ def inspect(
         else:
             print_rows(summary_rows(trace, Path(path)))
         return
-    from oled_moe.inspection import describe_checkpoint
+    from oled_moe.inspection import describe_checkpoint, verify_pack
 
     summary = describe_checkpoint(path)
+    num_verified = None
+    if summary.is_pack and is_verified:
+        with status_line(is_quiet=as_json) as say:
+
+            def progress(what: str, done: int, total: int) -> None:
+                say(f"{what}: {format_size(done)} of {format_size(total)}")
+
+            num_verified = verify_pack(path, progress=progress)
     if as_json:
-        print_json({**asdict(summary), "path": str(summary.path)})
+        values = {**asdict(summary), "path": str(summary.path), "verified_bytes": num_verified}
+        print_json(values)
     else:
-        print_rows(checkpoint_rows(summary))
+        print_rows(checkpoint_rows(summary, num_verified))
 
 
 @app.command(cls=PanelCommand, short_help="Print versions, and facts about this machine.")

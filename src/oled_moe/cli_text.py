@@ -159,8 +159,8 @@ def comparison_rows(
     ]
 
 
-def checkpoint_rows(summary: "CheckpointSummary") -> Rows:
-    """What `inspect` says."""
+def checkpoint_rows(summary: "CheckpointSummary", num_verified: int | None = None) -> Rows:
+    """What `inspect` says. `num_verified`: bytes of a pack that are as they were packed."""
     stored = ", ".join(f"{name} {format_size(size)}" for name, size in summary.dtypes.items())
     total_bytes = summary.routed_bytes + summary.rest_bytes
     num_rest = summary.num_parameters - summary.num_routed_parameters
@@ -179,6 +179,7 @@ def checkpoint_rows(summary: "CheckpointSummary") -> Rows:
             f"{summary.vocab_size}, at most {summary.max_positions} positions",
         ),
         ("stored as", stored),
+        *([("quantised", f"{summary.encoding}; read as bfloat16")] if summary.encoding else []),
         ("parameters", f"{number(summary.num_parameters)}, {format_size(total_bytes)}"),
         (
             "  experts",
@@ -189,6 +190,7 @@ def checkpoint_rows(summary: "CheckpointSummary") -> Rows:
         ("one expert", f"{format_size(summary.expert_bytes)}, {summary.expert_dtype}"),
         ("K/V cache", f"{format_size(summary.kv_bytes_per_token)} per token"),
         ("files", f"{summary.num_files}: {summary.convention}"),
+        *([("checked", _checked(num_verified))] if summary.is_pack else []),
         ("tokenizer", "yes" if summary.has_tokenizer else "no: prompts must be token ids"),
         ("chat template", "yes" if summary.has_chat_template else "no"),
         ("defaults", _defaults(summary.sampling_defaults)),
@@ -199,6 +201,12 @@ def checkpoint_rows(summary: "CheckpointSummary") -> Rows:
     if summary.num_unused_tensors:
         rows.append(("unused", count(summary.num_unused_tensors, "tensor")))
     return rows
+
+
+def _checked(num_verified: int | None) -> str:
+    if num_verified is None:
+        return "small files and headers are as they were packed; weights were not read"
+    return f"all {format_size(num_verified)} of weights and every other file are as packed"
 
 
 def _defaults(values: Mapping[str, Any]) -> str:

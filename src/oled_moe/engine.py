@@ -48,6 +48,7 @@ from oled_moe.decoding import (
     never_stop,
 )
 from oled_moe.devices import Gpu, Progress, build_tiers, open_gpu
+from oled_moe.encodings import EncodedRecord
 from oled_moe.errors import (
     CheckpointError,
     ConfigError,
@@ -98,6 +99,8 @@ PLANNED_BLOCK_LENGTH = 64
 _SAMPLING_BYTES = 72
 # Rows of a forward from which native code is worth further threads even for the smallest experts.
 _WIDE_ROWS = 96
+# Slots' worth of memory that reading one expert takes where it is decoded.
+_DECODED_SLOTS = 5
 # What kernels on the CPU keep for rows in their own order.
 _KERNEL_BYTES = 9 * 2**20
 # The family's ids, for checkpoints that name none (models.md 1.1).
@@ -836,18 +839,23 @@ def _find_hardware(config: EngineConfig) -> tuple[HardwareProfile, str]:
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """What the headers say about sizes, before anything is read. Units: bytes."""
+    """What the headers say about sizes, before anything is read. Units: bytes.
+
+    `read_slots`: how many slots' worth of memory a thread takes that reads one expert.
+    """
 
     layout: ExpertLayout
     dense_bytes: int
-    is_converted: bool
+    read_slots: int = 1
 
     @classmethod
     def of(
         cls, checkpoint: Checkpoint, family: Family, config: ModelConfig, wanted: EngineConfig
     ) -> "WeightSizes":
         weight_map, kept = family.weight_map(config), family.kept_dtypes(config)
-        stored, dense = torch.bfloat16, []
+        pack = checkpoint.pack
+        stored, dense = torch.bfloat16 if pack is None else pack.layout.dtype, []
+        is_encoded = False
         for record in checkpoint.tensors.values():
             try:
                 target = weight_map(record.name)
@@ -855,6 +863,7 @@ class WeightSizes:
                 continue
             if isinstance(target, ExpertPart):
                 stored = record.dtype
+                is_encoded = is_encoded or isinstance(record, EncodedRecord)
             elif target is not None:
                 dense.append((target, record))
         dtype: torch.dtype = getattr(torch, wanted.dtype) if wanted.dtype else stored
@@ -864,10 +873,14 @@ class WeightSizes:
             else record.num_bytes // record.dtype.itemsize * dtype.itemsize
             for target, record in dense
         )
+        quant = None if pack is None else pack.layout.quant
         layout = ExpertLayout(
-            config.hidden_size, config.moe_intermediate_size, dtype, config.activation
+            config.hidden_size, config.moe_intermediate_size, dtype, config.activation, quant
         )
-        return cls(layout, dense_bytes, dtype != stored)
+        is_converted = dtype != stored and quant is None
+        # What is decoded passes through whole numbers and float32, one matrix at a time.
+        read_slots = _DECODED_SLOTS if is_encoded else 2 if is_converted else 1
+        return cls(layout, dense_bytes, read_slots)
 
 
 def plan_model(
@@ -901,7 +914,7 @@ def plan_on_gpu(
     shape, memory = _needs(config, model, sizes, max_model_len, hardware)
     # Buffers that threads read through, one each, and one more where bytes are converted.
     num_copies = MOST_AHEAD + 1 + hardware.disk_queue_depth
-    bounce_bytes = num_copies * shape.expert_bytes * (2 if sizes.is_converted else 1)
+    bounce_bytes = num_copies * shape.expert_bytes * sizes.read_slots
     memory = replace(memory, buffer_bytes=bounce_bytes)
     usable_bytes = usable_memory_bytes()
     # Pinned memory is nobody else's, and the system cannot take it back.
@@ -972,7 +985,7 @@ def _needs(
     # Scores, their softmax and one temporary of a slice of queries, in fp32.
     scores_bytes = 3 * 4 * model.num_heads * ATTENTION_SLICE * max_model_len
     is_emulated = config.device == "emulated"
-    buffers = hardware.disk_queue_depth * layout.slot_bytes * (2 if sizes.is_converted else 1)
+    buffers = hardware.disk_queue_depth * layout.slot_bytes * sizes.read_slots
     memory = ModelMemory(
         process_bytes=process_memory_bytes(),
         dense_bytes=dense_bytes,

@@ -20,6 +20,7 @@ from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_PROFILE, PROFILE_DEVICES, CostModel, HardwareProfile
 from oled_moe.cuda import check_cuda
 from oled_moe.devices import Progress
+from oled_moe.encodings import EncodedRecord
 from oled_moe.engine import Engine, sampling_defaults_of
 from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
 from oled_moe.hardware import load_hardware
@@ -35,6 +36,7 @@ from oled_moe.outlook import (
     this_machine,
 )
 from oled_moe.outlook import plan_to_dict as plan_to_dict
+from oled_moe.packs import expert_dtype_name
 from oled_moe.prediction import DEFAULT_PROMPT_TOKENS
 from oled_moe.profiler import (
     QUICK,
@@ -64,7 +66,8 @@ class CheckpointSummary:
 
     `num_experts` and `top_k` are those of one MoE layer. `dtypes`: bytes stored in each.
     `expert_bytes` is one routed expert as stored, `routed_bytes` all of them, `rest_bytes`
-    everything else. `convention` says in words how the weights lie in their files.
+    everything else. `convention` says in words how the weights lie in their files, `encoding` how
+    they are quantised where they are decoded when they are read.
     `sampling_defaults` are the values the checkpoint sets itself. `expert_capacity`: the experts of
     a layer that a block admits, None without block routing.
     Units: bytes.
@@ -94,6 +97,8 @@ class CheckpointSummary:
     kv_bytes_per_token: int
     sampling_defaults: Mapping[str, Any]
     num_unused_tensors: int
+    is_pack: bool
+    encoding: str | None
     expert_capacity: int | None = None
 
     @property
@@ -117,12 +122,14 @@ def describe_checkpoint(model: str | Path, *, hub_cache: Path | None = None) -> 
     contents = _sort_tensors(checkpoint, family, config)
     tokenizer = Tokenizer.load(checkpoint.path)
     defaults = sampling_defaults_of(checkpoint, config, tokenizer)
-    routed = [record for _, record in contents.parts]
-    routed_bytes = sum(record.num_bytes for record in routed)
-    dtypes: dict[str, int] = {}
-    for record in checkpoint.tensors.values():
-        dtypes[_dtype_name(record)] = dtypes.get(_dtype_name(record), 0) + record.num_bytes
+    routed, pack = [record for _, record in contents.parts], checkpoint.pack
+    dtype = pack.layout.dtype if pack is not None else routed[0].dtype
+    routed_bytes = sum(record.stored_bytes for record in routed)
+    num_routed = sum(map(_num_values, routed))
+    if pack is not None:
+        routed_bytes, num_routed = pack.expert_bytes, _num_wanted(config)
     kv_values_per_token = config.kv_size
+    num_experts_total = config.num_moe_layers * config.num_experts
     return CheckpointSummary(
         path=checkpoint.path,
         family=family.name,
@@ -134,26 +141,69 @@ def describe_checkpoint(model: str | Path, *, hub_cache: Path | None = None) -> 
         moe_intermediate_size=config.moe_intermediate_size,
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
-        expert_dtype=_dtype_name(routed[0]),
-        dtypes=dtypes,
-        num_parameters=sum(map(_num_values, checkpoint.tensors.values())),
-        num_routed_parameters=sum(map(_num_values, routed)),
-        expert_bytes=routed_bytes // (config.num_moe_layers * config.num_experts),
+        expert_dtype=_name(dtype) if pack is None else expert_dtype_name(pack.layout),
+        dtypes=_stored_dtypes(checkpoint),
+        num_parameters=sum(_num_values(record) for record in checkpoint.tensors.values())
+        + (num_routed if pack is not None else 0),
+        num_routed_parameters=num_routed,
+        expert_bytes=routed_bytes // num_experts_total,
         routed_bytes=routed_bytes,
         rest_bytes=checkpoint.num_bytes - routed_bytes,
         num_files=len(checkpoint.file_bytes),
         convention=_convention(contents.parts, len(checkpoint.file_bytes)),
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
-        kv_bytes_per_token=kv_values_per_token * routed[0].dtype.itemsize,
+        kv_bytes_per_token=kv_values_per_token * dtype.itemsize,
         sampling_defaults={
             name: value
             for name in SamplingParams.__dataclass_fields__
             if (value := getattr(defaults, name)) is not None
         },
         num_unused_tensors=contents.num_unused,
+        is_pack=pack is not None,
+        encoding=checkpoint.encoding,
         expert_capacity=config.decoding.expert_capacity,
     )
+
+
+def verify_pack(
+    model: str | Path, *, hub_cache: Path | None = None, progress: Progress | None = None
+) -> int:
+    """Read all of a pack and compare it with its checksums; returns how many bytes were read.
+
+    What `describe_checkpoint` reads is compared there: small files and headers.
+    Raises: CheckpointError naming what is damaged, the first three of it.
+    """
+    checkpoint = Checkpoint.open(find_model(model, hub_cache=hub_cache))
+    pack = checkpoint.pack
+    if pack is None:
+        raise CheckpointError(f"{checkpoint.path} is no pack, so nothing says what it should be")
+    slot = torch.empty(pack.layout.slot_bytes, dtype=torch.uint8)
+    what, num_done, damaged = f"reading {checkpoint.path}", 0, []
+    for record in (*checkpoint.tensors.values(), *pack.slots()):
+        try:
+            record.verify(slot)
+        except CheckpointError as error:
+            damaged.append(str(error))
+        num_done += record.num_bytes
+        if progress is not None:
+            progress(what, num_done, checkpoint.num_bytes)
+    if damaged:
+        rest = f"; and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+        raise CheckpointError("; ".join(damaged[:3]) + rest)
+    return num_done
+
+
+def _stored_dtypes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Bytes stored in each dtype, packed experts by the name of their form."""
+    dtypes: dict[str, int] = {}
+    if checkpoint.pack is not None:
+        dtypes[expert_dtype_name(checkpoint.pack.layout)] = checkpoint.pack.expert_bytes
+    for record in checkpoint.tensors.values():
+        parts = record.parts if isinstance(record, EncodedRecord) else (record,)
+        for part in parts:
+            dtypes[_name(part.dtype)] = dtypes.get(_name(part.dtype), 0) + part.num_bytes
+    return dtypes
 
 
 Parts = Sequence[tuple[ExpertPart, TensorRecord]]
@@ -185,10 +235,8 @@ def _sort_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
             f"{checkpoint.path}: {len(missing)} parameters are missing, {min(missing)} among them; "
             "download the weights and config.json again"
         )
-    matrix_size = config.hidden_size * config.moe_intermediate_size
-    num_wanted = 3 * matrix_size * config.num_moe_layers * config.num_experts
-    num_found = sum(_num_values(record) for _, record in parts)
-    if num_found != num_wanted:
+    num_found, num_wanted = sum(_num_values(record) for _, record in parts), _num_wanted(config)
+    if num_found != num_wanted and checkpoint.pack is None:
         raise CheckpointError(
             f"{checkpoint.path}: its routed experts have {num_found} parameters, config.json asks "
             f"for {num_wanted}; download the weights and config.json again"
@@ -196,16 +244,24 @@ def _sort_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
     return _Contents(parts, num_unused)
 
 
+def _num_wanted(config: ModelConfig) -> int:
+    """Parameters of all routed experts."""
+    matrix_size = config.hidden_size * config.moe_intermediate_size
+    return 3 * matrix_size * config.num_moe_layers * config.num_experts
+
+
 def _num_values(record: TensorRecord) -> int:
     return record.num_bytes // record.dtype.itemsize
 
 
-def _dtype_name(record: TensorRecord) -> str:
-    return str(record.dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _convention(parts: Parts, num_files: int) -> str:
     """How the experts lie in their files, in words (models.md 3.1)."""
+    if not parts:
+        return "packed: each expert is one aligned read, with a checksum"
     if any(part.expert is None for part, _ in parts):
         return "the experts of a layer stacked in one tensor"
     if num_files == 1:

@@ -227,7 +227,7 @@ def _weights_of_config(
     layout = ExpertLayout(
         config.hidden_size, config.moe_intermediate_size, dtype, config.activation
     )
-    return WeightSizes(layout, dense_bytes, dtype != stored)
+    return WeightSizes(layout, dense_bytes, 1 if dtype == stored else 2)
 
 
 def _check_index(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:

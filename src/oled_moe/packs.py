@@ -7,7 +7,7 @@ CheckpointError.
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from oled_moe.errors import CheckpointError
+from oled_moe.quantization import LAYOUT_VERSION, QuantSpec
 from oled_moe.store import PAGE_BYTES, ExpertLayout, FileSpan
 from oled_moe.tensor_files import TensorRecord, open_file, read_bytes, read_file, read_header
 
@@ -97,7 +98,7 @@ class PackManifest:
                     f"{FORMAT_VERSION}; pack the model again with this version of oled-moe"
                 )
             manifest = cls._parse(values)
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise _damaged(path) from None
         if manifest.to_bytes() != content:
             raise _damaged(path)
@@ -135,6 +136,13 @@ class Pack:
     def expert_bytes(self) -> int:
         """Bytes of all experts as they are stored."""
         return self.manifest.num_layers * self.manifest.num_experts * self.layout.slot_bytes
+
+    def slots(self) -> Iterator[TensorRecord]:
+        """The slots of all experts as tensors."""
+        for layer, (spans, sums) in enumerate(zip(self.spans, self.manifest.experts, strict=True)):
+            for expert, (span, checksum) in enumerate(zip(spans, sums, strict=True)):
+                name, shape = expert_tensor(layer, expert), (span.num_bytes,)
+                yield TensorRecord(name, span.path, torch.uint8, shape, *span[1:], checksum)
 
 
 def open_pack(directory: Path) -> tuple[Pack, dict[str, TensorRecord], dict[Path, int]]:
@@ -191,15 +199,22 @@ def _header_sum(path: Path, records: Mapping[str, TensorRecord], num_bytes: int)
         return FileSum(num_bytes, zlib.crc32(read_bytes(descriptor, path, 0, end)))
 
 
+def expert_dtype_name(layout: ExpertLayout) -> str:
+    """How experts are stored: `bfloat16`, `int4-g64`."""
+    return str(layout.dtype).removeprefix("torch.") if layout.quant is None else str(layout.quant)
+
+
 def layout_to_dict(layout: ExpertLayout, method: str | None) -> dict[str, Any]:
     """A layout as JSON values."""
-    del method
+    quant = layout.quant
     return {
         "dtype": str(layout.dtype).removeprefix("torch."),
         "hidden_size": layout.hidden_size,
         "intermediate_size": layout.intermediate_size,
         "slot_bytes": layout.slot_bytes,
-        "quant": None,
+        "quant": None if quant is None else str(quant),
+        "quant_layout": None if quant is None else LAYOUT_VERSION,
+        "method": method,
     }
 
 
@@ -208,7 +223,14 @@ def layout_from_dict(values: Mapping[str, Any]) -> tuple[ExpertLayout, str | Non
     hidden_size, intermediate_size = values["hidden_size"], values["intermediate_size"]
     if not all(type(size) is int and 0 < size < 2**24 for size in (hidden_size, intermediate_size)):
         raise ValueError
-    return ExpertLayout(hidden_size, intermediate_size, DTYPES[values["dtype"]]), None
+    quant = None if values["quant"] is None else QuantSpec.parse(values["quant"])
+    if quant is not None and values["quant_layout"] != LAYOUT_VERSION:
+        raise CheckpointError(
+            f"{MANIFEST_NAME}: experts have the quantised layout {values['quant_layout']!r:.20}; "
+            f"allowed: {LAYOUT_VERSION}; {_AGAIN} with this version of oled-moe"
+        )
+    layout = ExpertLayout(hidden_size, intermediate_size, DTYPES[values["dtype"]], quant)
+    return layout, values["method"]
 
 
 def _text(values: Mapping[str, Any]) -> bytes:

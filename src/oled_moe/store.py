@@ -297,7 +297,8 @@ class DiskExpertStore:
         self.num_experts = len(spans[0]) if spans else 0
         stored = replace(layout, dtype=stored_dtype)
         self._encoding = encoding
-        if encoding is None and stored != layout:
+        # What quantised weights are multiplied with is not in their bytes.
+        if encoding is None and stored != layout and layout.quant is None:
             self._encoding = _conversion(stored, layout)
         self._runs = [[_merge(placed) for placed in experts] for experts in spans]
         self._checksums = checksums
@@ -312,6 +313,13 @@ class DiskExpertStore:
         self._max_run_bytes = max(
             (run.num_bytes for experts in self._runs for runs in experts for run in runs), default=0
         )
+        # Such runs are read where they belong, without a buffer.
+        self._is_whole_pages = all(
+            run.offset % PAGE_BYTES == 0 and len(runs) == 1 and run.num_bytes % PAGE_BYTES == 0
+            for experts in self._runs
+            for runs in experts
+            for run in runs
+        )
         paths = sorted({run.path for experts in self._runs for runs in experts for run in runs})
         self.method, self._descriptors = _open_files(paths, method)
         self._release = weakref.finalize(self, _close_files, self._descriptors)
@@ -322,7 +330,7 @@ class DiskExpertStore:
     @property
     def scratch_bytes(self) -> int:
         """Memory that each reading thread holds besides the slot it fills."""
-        bounce = self._bounce_bytes if self.method == "direct" else 0
+        bounce = 0 if self.method == "buffered" or self._is_whole_pages else self._bounce_bytes
         return bounce + (self._encoding.num_bytes if self._encoding else 0)
 
     @property
@@ -367,8 +375,7 @@ class DiskExpertStore:
             descriptor = self._descriptors[run.path]
             try:
                 if self.method == "direct":
-                    bounce = self._thread_buffer("bounce", self._bounce_bytes)
-                    _read_direct(descriptor, run.offset, buffers, memory_of(bounce))
+                    _read_direct(descriptor, run.offset, buffers, self._bounce)
                 else:
                     read_exactly(descriptor, run.offset, buffers)
                     drop_cached(descriptor, run.offset, run.num_bytes)
@@ -398,6 +405,9 @@ class DiskExpertStore:
             )
         self._is_verified[index] = True
 
+    def _bounce(self) -> memoryview:
+        return memory_of(self._thread_buffer("bounce", self._bounce_bytes))
+
     def _thread_buffer(self, name: str, num_bytes: int) -> Tensor:
         buffer: Tensor | None = getattr(self._scratch, name, None)
         if buffer is None:
@@ -406,8 +416,8 @@ class DiskExpertStore:
         return buffer
 
 
-def _conversion(stored: ExpertLayout, layout: ExpertLayout) -> Encoding | None:
-    """From slots of one dtype to slots of another; None where the bytes are the same."""
+def _conversion(stored: ExpertLayout, layout: ExpertLayout) -> Encoding:
+    """From slots of one dtype to slots of another."""
 
     def convert(source: Tensor, slot: Tensor) -> None:
         for target, matrix in zip(layout.views(slot), stored.views(source), strict=True):
@@ -491,18 +501,22 @@ def drop_cached(descriptor: int, offset: int, num_bytes: int) -> None:
 
 
 def _read_direct(
-    descriptor: int, offset: int, buffers: Sequence[memoryview], bounce: memoryview
+    descriptor: int,
+    offset: int,
+    buffers: Sequence[memoryview],
+    make_bounce: Callable[[], memoryview],
 ) -> None:
     """As `read_exactly`, for a descriptor that takes only whole blocks at aligned addresses.
 
     Where file offset, addresses and sizes are all aligned, the bytes go where they belong at once;
-    otherwise through `bounce`.
+    otherwise through the buffer that `make_bounce` makes.
     """
     total = sum(buffer.nbytes for buffer in buffers)
     if offset % PAGE_BYTES == 0 and all(map(_is_aligned, buffers)):
         if os.preadv(descriptor, buffers, offset) == total:
             return
         # Cut short: what is left need not begin at a whole block.
+    bounce = make_bounce()
     start = offset // PAGE_BYTES * PAGE_BYTES
     needed = offset - start + total
     num_read = 0

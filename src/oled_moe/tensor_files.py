@@ -46,6 +46,14 @@ _DTYPES = {
 }
 
 
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a header calls a dtype."""
+    return _NAMES[dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
     """Where a tensor lies. Units: `offset` in bytes from the start of the file.
@@ -73,23 +81,46 @@ class TensorRecord:
         """
         memory = torch.empty(self.num_bytes, dtype=torch.uint8)
         checksum = 0
+        for start in range(0, self.num_bytes, _READ_CHUNK_BYTES):
+            chunk = memory[start : start + _READ_CHUNK_BYTES]
+            self.read_range(start, chunk)
+            if self.checksum is not None:
+                checksum = zlib.crc32(memory_of(chunk), checksum)
+        self._compare(checksum)
+        return memory.view(self.dtype).view(self.shape)
+
+    def verify(self, buffer: Tensor) -> None:
+        """Read it through a buffer and compare its checksum, where there is one.
+
+        Shapes: buffer uint8, one-dimensional, of any size above 0. Raises: as `read`.
+        """
+        if self.checksum is None:
+            return
+        checksum = 0
+        for start in range(0, self.num_bytes, len(buffer)):
+            chunk = buffer[: self.num_bytes - start]
+            self.read_range(start, chunk)
+            checksum = zlib.crc32(memory_of(chunk), checksum)
+        self._compare(checksum)
+
+    def read_range(self, start: int, target: Tensor) -> None:
+        """Fill `target`, uint8, with its bytes from `start` on, unchecked.
+
+        Raises: CheckpointError where they cannot be read.
+        """
         with open_file(self.path) as descriptor:
-            for start in range(0, self.num_bytes, _READ_CHUNK_BYTES):
-                chunk = memory[start : start + _READ_CHUNK_BYTES]
-                offset = self.offset + start
-                try:
-                    read_exactly(descriptor, offset, [memory_of(chunk)])
-                except EOFError as error:
-                    raise damaged(self.path, f"tensor {self.name!r}: {error}") from None
-                drop_cached(descriptor, offset, len(chunk))
-                if self.checksum is not None:
-                    checksum = zlib.crc32(memory_of(chunk), checksum)
+            try:
+                read_exactly(descriptor, self.offset + start, [memory_of(target)])
+            except EOFError as error:
+                raise damaged(self.path, f"tensor {self.name!r}: {error}") from None
+            drop_cached(descriptor, self.offset + start, len(target))
+
+    def _compare(self, checksum: int) -> None:
         if self.checksum is not None and checksum != self.checksum:
             raise CheckpointError(
                 f"{self.path}: tensor {self.name!r} is not what was packed: the file is damaged, "
                 "pack the model again"
             )
-        return memory.view(self.dtype).view(self.shape)
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorRecord], int]:
@@ -120,11 +151,11 @@ def _parse_record(path: Path, start: int, name: str, entry: Any) -> TensorRecord
     where = f"tensor {name!r:.200}"
     if not isinstance(entry, dict):
         raise damaged(path, f"{where} is not described by an object")
-    dtype_name, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    named, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    dtype = _DTYPES.get(named) if isinstance(named, str) else None
     if dtype is None:
         raise CheckpointError(
-            f"{path}: {where} has dtype {dtype_name!r:.80}; allowed: {', '.join(_DTYPES)}; "
+            f"{path}: {where} has dtype {named!r:.80}; allowed: {', '.join(_DTYPES)}; "
             "use a checkpoint with weights in BF16, F16 or F32"
         )
     if not _is_shape(shape):
@@ -136,8 +167,7 @@ def _parse_record(path: Path, start: int, name: str, entry: Any) -> TensorRecord
     if end - begin != num_bytes:
         raise damaged(
             path,
-            f"{where} takes {end - begin} bytes, but {dtype_name} of shape {shape} "
-            f"takes {num_bytes}",
+            f"{where} takes {end - begin} bytes, but {named} of shape {shape} takes {num_bytes}",
         )
     return TensorRecord(name, path, dtype, tuple(shape), start + begin, num_bytes)
 
