@@ -218,6 +218,12 @@ class EngineConfig:
             raise ConfigError(f"lossy is {self.lossy!r}; allowed: NAME[:key=value,...], None")
         if self.lossy is not None and self.cuda_graphs:
             raise ConfigError("lossy and cuda_graphs are both given; they do not go together")
+        if isinstance(self.dtype, str) and self.dtype.startswith("int"):
+            raise ConfigError(
+                f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}; experts become whole "
+                f"numbers when they are packed: oled-moe pack MODEL OUT --dtype {self.dtype}, then "
+                "name OUT as the model"
+            )
         if self.dtype is not None:
             check_choice("dtype", self.dtype, DTYPES)
         if self.max_model_len is not None:

@@ -54,19 +54,17 @@ class EncodedRecord(TensorRecord):
         return self.decode([part.read() for part in self.parts]).to(self.dtype)
 
 
-# How tensors are called: from the end of a name to what it is to the weight.
-Suffixes = Mapping[str, str]
-
-
 @dataclass(frozen=True, slots=True)
 class _Format:
     """One way of storing weights. `suffixes`: the tensors of a weight, the first always there;
-    `make(name, parts)` checks them and says what they make."""
+    `make(name, parts)` checks them and says what they make; `hints` are read by it alone, `ignored`
+    are of no use to weights."""
 
     words: str
     suffixes: tuple[str, ...]
     make: Callable[[str, Mapping[str, TensorRecord]], "tuple[tuple[int, int], Decoder]"]
     ignored: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
 
 
 def decode_tensors(
@@ -85,7 +83,7 @@ def decode_tensors(
         base = name.removesuffix(found.suffixes[0])
         is_first = base != name
         parts = {found.suffixes[0]: record}
-        for suffix in found.suffixes[1:]:
+        for suffix in (*found.suffixes[1:], *found.hints):
             if is_first and base + suffix in tensors:
                 parts[suffix] = tensors[base + suffix]
         if not is_first or len(parts) == 1:
@@ -104,7 +102,7 @@ def decode_tensors(
             shape,
             record.offset,
             prod(shape) * DECODED_DTYPE.itemsize,
-            parts=tuple(parts.values()),
+            parts=tuple(part for end, part in parts.items() if end not in found.hints),
             decode=decoder,
         )
     rest = {name: record for name, record in tensors.items() if name not in used}
@@ -366,7 +364,7 @@ def _pack_quantized(
 
     words = f"compressed-tensors pack-quantized, {bits} bits, {_strategy_words(strategy, block)}"
     names = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx")
-    return _Format(words, (*names, ".weight_shape"), make)
+    return _Format(words, names, make, hints=(".weight_shape",))
 
 
 def _plain_quantized(
