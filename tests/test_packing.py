@@ -169,6 +169,25 @@ def test_the_demo_model_says_the_same(device: str, dtype: str | None, tmp_path: 
     assert answers[0].probabilities == answers[1].probabilities
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_the_demo_model_runs_in_whole_numbers(dtype: str, tmp_path: Path) -> None:
+    """The slots keep whole numbers, and what is cached does not change the answer."""
+    pack_checkpoint(DEMO_MODEL, tmp_path / "pack", dtype=dtype)
+    answers = []
+    for device, memory in (("cpu", "25%"), ("cpu", "100%"), ("emulated", "25%")):
+        config = EngineConfig(
+            device=device, expert_memory=memory, hardware=PROFILES[device], cpu_experts=False
+        )
+        with Engine(tmp_path / "pack", config) as engine:
+            layout = engine.experts.pool.arena.layout
+            assert layout.quant == QuantSpec.parse(dtype)
+            assert engine.memory_plan.shape.expert_bytes == layout.slot_bytes
+            assert str(layout.quant) in engine.dtype_words
+            answers.append(engine.generate("What is 12 + 30?", SamplingParams(max_tokens=48)))
+    assert answers[0].token_ids == answers[1].token_ids == answers[2].token_ids
+    assert answers[0].text is not None and "42" in answers[0].text
+
+
 def test_narrower_only_where_asked(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", dtype=torch.float32)
     pack_checkpoint(source, tmp_path / "experts", dtype="bf16")
@@ -314,8 +333,9 @@ KILLER = """
     from oled_moe import packing
     from oled_moe.packing import pack_checkpoint, partial_path
 
-    out, dtype, num_pieces = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    packing._CHUNK_BYTES = 2**18
+    source, out, num_pieces = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    # Every piece is brought to the disk by itself.
+    packing._CHUNK_BYTES = 1
     generator = random.Random(7)
     journal = partial_path(out).with_name(f"{out.name}.partial.journal")
 
@@ -326,7 +346,7 @@ KILLER = """
         child = os.fork()
         if not child:
             try:
-                pack_checkpoint("demo", out, dtype=dtype)
+                pack_checkpoint(source, out, dtype="int8")
             finally:
                 os._exit(0 if out.exists() else 1)
         return child
@@ -336,7 +356,7 @@ KILLER = """
         wanted = num_lines() + generator.randrange(num_pieces // 12)
         while num_lines() < wanted:
             time.sleep(0.0005)
-        time.sleep(0.02 * generator.random())
+        time.sleep(0.005 * generator.random())
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it was done before it was killed"
     assert partial_path(out).is_dir() and num_lines() > num_pieces // 6
@@ -345,9 +365,11 @@ KILLER = """
 
 
 def test_killed_ten_times_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
-    pack_checkpoint(DEMO_MODEL, tmp_path / "straight", dtype="int8")
+    config = {**CONFIG, "num_experts": 40}
+    write_checkpoint(tmp_path / "source", synthetic_llada2(config, seed=3), config)
+    pack_checkpoint(tmp_path / "source", tmp_path / "straight", dtype="int8")
     program = textwrap.dedent(KILLER)
-    arguments = [str(tmp_path / "killed"), "int8", str(576)]
+    arguments = [str(tmp_path / "source"), str(tmp_path / "killed"), "80"]
     run = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
@@ -357,7 +379,8 @@ def test_killed_ten_times_and_resumed_gives_the_same_bytes(tmp_path: Path) -> No
     )
     assert run.returncode == 0, run.stderr
     assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "straight"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["killed", "source", "straight"]
 
 
 class PowerLoss(BaseException):

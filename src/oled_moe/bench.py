@@ -692,7 +692,7 @@ class _Bench:
             "lossy": config.lossy,
             "is_emulated": config.device == "emulated",
             "has_cpu_experts": self.has_cpu_experts,
-            "dtype": str(engine.dtype).removeprefix("torch."),
+            "dtype": engine.dtype_words,
             "plan": plan_to_dict(plan),
             "hardware": {**asdict(engine.hardware), "source": engine.hardware_source},
             "config": _plain_config(config),

@@ -366,6 +366,7 @@ def _cache_rows(view: Mapping[str, Any]) -> Rows:
     rows: Rows = [
         ("device", f"{view['device']}: {where}"),
         ("machine", f"{view['hardware']} ({view['hardware_source']})"),
+        ("weights", view["dtype"]),
         (
             "cache",
             f"{cache['experts_per_layer']:.4g} of {cache['num_experts_per_layer']} experts per "

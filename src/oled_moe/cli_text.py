@@ -43,7 +43,6 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
     """Everything that decides how an answer is made."""
 
     config, plan = engine.config, engine.memory_plan
-    dtype = str(engine.dtype).removeprefix("torch.")
     experts = (
         f"{count(plan.num_slots, 'slot')} and {plan.num_staging} staging for "
         f"{plan.shape.num_experts_total} experts, {plan.shape.num_layers} MoE layers of "
@@ -62,7 +61,7 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
         loop += f", smoothing up to {decoding.cont_weight:g} (approximate)"
     loop += f", temperature {decoding.temperature:g}, at most {decoding.max_tokens} tokens"
     rows = [
-        ("model", f"{model}, {dtype}"),
+        ("model", f"{model}, {engine.dtype_words}"),
         ("device", device_name(config.device)),
         ("threads", str(engine.num_threads)),
         ("policy", engine.policy.name),

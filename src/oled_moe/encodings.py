@@ -55,7 +55,7 @@ class EncodedRecord(TensorRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class _Format:
+class QuantFormat:
     """One way of storing weights. `suffixes`: the tensors of a weight, the first always there;
     `make(name, parts)` checks them and says what they make; `hints` are read by it alone, `ignored`
     are of no use to weights."""
@@ -114,7 +114,7 @@ def decode_tensors(
     return plain, {**rest, **decoded}, found.words
 
 
-def split_quantization(config: Mapping[str, Any]) -> tuple[dict[str, Any], _Format | None]:
+def split_quantization(config: Mapping[str, Any]) -> tuple[dict[str, Any], QuantFormat | None]:
     """A config without what it says of quantisation, and that."""
     plain = dict(config)
     settings = plain.pop("quantization_config", None)
@@ -176,7 +176,7 @@ def _check_scales(
         )
 
 
-def _fp8(settings: Mapping[str, Any]) -> _Format:
+def _fp8(settings: Mapping[str, Any]) -> QuantFormat:
     """Source: quantization_config of DeepSeek-V3 and of Transformers' FineGrainedFP8Config."""
     block = settings.get("weight_block_size")
     if block is not None and not _is_block(block):
@@ -195,7 +195,7 @@ def _fp8(settings: Mapping[str, Any]) -> _Format:
     words = "fp8 (e4m3), " + (
         "a scale for each tensor" if block is None else f"blocks of {block[0]} x {block[1]}"
     )
-    return _Format(words, (".weight", ".weight_scale_inv"), make, (".input_scale",))
+    return QuantFormat(words, (".weight", ".weight_scale_inv"), make, (".input_scale",))
 
 
 # GPTQ
@@ -223,7 +223,7 @@ class GptqDecoder:
         return (values_KO * scales_GO[group_K]).T
 
 
-def _gptq(settings: Mapping[str, Any]) -> _Format:
+def _gptq(settings: Mapping[str, Any]) -> QuantFormat:
     """Source: AutoGPTQ's and GPTQModel's QuantLinear; format gptq stores zero points less one."""
     bits, group_size = settings.get("bits"), settings.get("group_size", -1)
     if bits not in (2, 4, 8):
@@ -255,7 +255,7 @@ def _gptq(settings: Mapping[str, Any]) -> _Format:
     words = f"GPTQ, {bits} bits, " + (
         f"groups of {group_size}" if group_size > 0 else "one scale for each output"
     )
-    return _Format(words, (".qweight", ".qzeros", ".scales", ".g_idx"), make)
+    return QuantFormat(words, (".qweight", ".qzeros", ".scales", ".g_idx"), make)
 
 
 # compressed-tensors
@@ -290,7 +290,7 @@ class PackedDecoder:
         return _unpack(parts[2], self.bits, axis=0)[: self.shape[0]] - middle
 
 
-def _compressed(settings: Mapping[str, Any]) -> _Format:
+def _compressed(settings: Mapping[str, Any]) -> QuantFormat:
     """Source: the compressed-tensors project, compressors/quantized_compressors."""
     form = settings.get("format")
     scheme = _scheme(settings)
@@ -337,7 +337,7 @@ def _pack_quantized(
     strategy: str,
     size_of: Callable[[tuple[int, int]], tuple[int, int]],
     block: Sequence[int] | None,
-) -> _Format:
+) -> QuantFormat:
     num_packed = 32 // bits
 
     def make(name: str, parts: Mapping[str, TensorRecord]) -> tuple[tuple[int, int], PackedDecoder]:
@@ -364,12 +364,12 @@ def _pack_quantized(
 
     words = f"compressed-tensors pack-quantized, {bits} bits, {_strategy_words(strategy, block)}"
     names = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx")
-    return _Format(words, names, make, hints=(".weight_shape",))
+    return QuantFormat(words, names, make, hints=(".weight_shape",))
 
 
 def _plain_quantized(
     form: str, strategy: str, size_of: Callable[[tuple[int, int]], tuple[int, int]]
-) -> _Format:
+) -> QuantFormat:
     def make(name: str, parts: Mapping[str, TensorRecord]) -> tuple[tuple[int, int], ScaledDecoder]:
         weight, scales = parts[".weight"], parts.get(".weight_scale")
         if scales is None:
@@ -387,14 +387,14 @@ def _plain_quantized(
 
     words = f"compressed-tensors {form}, a scale for each {strategy}"
     ignored = (".input_scale", ".input_zero_point")
-    return _Format(words, (".weight", ".weight_scale", ".weight_zero_point"), make, ignored)
+    return QuantFormat(words, (".weight", ".weight_scale", ".weight_zero_point"), make, ignored)
 
 
 def _strategy_words(strategy: str, block: Sequence[int] | None) -> str:
     return f"groups of {block[1]}" if strategy == "group" and block else f"by {strategy}"
 
 
-_METHODS: dict[str, Callable[[Mapping[str, Any]], _Format]] = {
+_METHODS: dict[str, Callable[[Mapping[str, Any]], QuantFormat]] = {
     "fp8": _fp8,
     "gptq": _gptq,
     "compressed-tensors": _compressed,

@@ -73,6 +73,7 @@ from oled_moe.memory import (
 from oled_moe.metrics import GenerationStats, generation_stats
 from oled_moe.model_paths import find_model
 from oled_moe.models import Family, ModelConfig, find_family
+from oled_moe.packs import expert_dtype_name
 from oled_moe.policies import OffloadPolicy, build_policy
 from oled_moe.profiler import SMALL_EXPERT_BYTES, default_profile_path, usable_memory_bytes
 from oled_moe.sampling import SAMPLING_SLICE
@@ -270,6 +271,11 @@ class Engine:
     def cache(self) -> ExpertCache:
         """Who is resident; for looking at."""
         return self._tiers.experts.cache
+
+    @property
+    def dtype_words(self) -> str:
+        """What weights are held in: `bfloat16`, or `experts int4-g64, the rest bfloat16`."""
+        return dtype_words(self.experts.pool.arena.layout)
 
     @property
     def wants_input_embedding(self) -> bool:
@@ -881,6 +887,12 @@ class WeightSizes:
         # What is decoded passes through whole numbers and float32, one matrix at a time.
         read_slots = _DECODED_SLOTS if is_encoded else 2 if is_converted else 1
         return cls(layout, dense_bytes, read_slots)
+
+
+def dtype_words(layout: ExpertLayout) -> str:
+    """What a model's weights are held in, given how its experts lie in slots."""
+    rest, experts = str(layout.dtype).removeprefix("torch."), expert_dtype_name(layout)
+    return rest if layout.quant is None else f"experts {experts}, the rest {rest}"
 
 
 def plan_model(

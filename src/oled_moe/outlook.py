@@ -30,9 +30,11 @@ from oled_moe.costs import (
     load_profile,
 )
 from oled_moe.cuda import DEVICE_INDEX, MOST_AHEAD, check_cuda
+from oled_moe.encodings import split_quantization
 from oled_moe.engine import (
     DEFAULT_MODEL_LEN,
     WeightSizes,
+    dtype_words,
     plan_model,
     plan_on_gpu,
     sampling_defaults_of,
@@ -156,6 +158,11 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _opened(
     name: str, checkpoint: Checkpoint, wanted: EngineConfig, *, has_weights: bool, notes: list[str]
 ) -> OpenedModel:
+    # Where there are only sizes, those of the weights as they are decoded.
+    plain, quantised = split_quantization(checkpoint.config)
+    if quantised is not None:
+        checkpoint = replace(checkpoint, config=plain)
+        notes = [*notes, f"its weights are {quantised.words}; sizes are those of bfloat16"]
     family = find_family(checkpoint.config)
     config = family.config(checkpoint.config)
     if wanted.max_model_len is not None and wanted.max_model_len > config.max_positions:
@@ -474,6 +481,7 @@ class Outlook:
             "path": None if self.model.path is None else str(self.model.path),
             "family": self.model.family,
             "has_weights": self.model.has_weights,
+            "dtype": dtype_words(self.model.weights.layout),
             "device": self.machine.device,
             "machine": self.machine.to_dict(),
             "hardware": self.hardware.name,

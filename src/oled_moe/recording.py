@@ -92,9 +92,7 @@ def record_trace(
 
 
 def _shape_as_stored(engine: Engine) -> MoeShape:
-    config = engine.model_config
-    matrix = config.hidden_size * config.moe_intermediate_size
-    expert_bytes = 3 * matrix * engine.dtype.itemsize
+    config, expert_bytes = engine.model_config, engine.experts.pool.arena.layout.weight_bytes
     return MoeShape(config.num_moe_layers, config.num_experts, config.top_k, expert_bytes)
 
 
