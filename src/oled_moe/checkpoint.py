@@ -228,6 +228,11 @@ def _find_single_file(directory: Path, names: Sequence[str]) -> Path:
             "when read; only *.safetensors files are read: load it with transformers and store it "
             "with save_pretrained(..., safe_serialization=True)"
         )
+    if any(name.endswith(".gguf") for name in names):
+        raise CheckpointError(
+            f"{directory} has weights in GGUF files only, which this version does not read; take "
+            "the checkpoint as *.safetensors and make it small with `oled-moe pack --dtype int4`"
+        )
     raise CheckpointError(f"{directory} has no *.safetensors file; download the weights too")
 
 
@@ -235,6 +240,11 @@ def _list_directory(directory: Path) -> list[str]:
     try:
         return sorted(os.listdir(directory))
     except NotADirectoryError:
+        if directory.suffix == ".gguf":
+            raise CheckpointError(
+                f"{directory} is a GGUF file, which this version does not read; name the directory "
+                "of a checkpoint with *.safetensors files"
+            ) from None
         raise CheckpointError(
             f"{directory} is a file; name the directory that holds it and config.json"
         ) from None
