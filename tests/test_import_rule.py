@@ -54,6 +54,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "hub_cache",
         "hub_client",
         "report",
+        "pack_writer",
         "packing",
         "random_checkpoint",
         "roofline",

@@ -17,7 +17,7 @@ import torch
 from checkpoints import Convention, synthetic_llada2, write_checkpoint
 from torch import Tensor
 
-from oled_moe import cli, packing
+from oled_moe import cli, pack_writer
 from oled_moe.checkpoint import Checkpoint, find_weights, read_weights
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
@@ -26,7 +26,8 @@ from oled_moe.errors import CheckpointError, ConfigError, DoesNotFitError, OledM
 from oled_moe.inspection import describe_checkpoint, verify_pack
 from oled_moe.models import find_family
 from oled_moe.outlook import open_sizes
-from oled_moe.packing import pack_checkpoint, partial_path
+from oled_moe.pack_writer import partial_path
+from oled_moe.packing import pack_checkpoint
 from oled_moe.packs import MANIFEST_NAME, PackManifest
 from oled_moe.quantization import QuantSpec, quantize
 from oled_moe.store import PAGE_BYTES, DiskExpertStore, ExpertLayout, aligned_empty
@@ -330,12 +331,13 @@ KILLER = """
     from pathlib import Path
     import torch
     torch.set_num_threads(1)
-    from oled_moe import packing
-    from oled_moe.packing import pack_checkpoint, partial_path
+    from oled_moe import pack_writer
+    from oled_moe.pack_writer import partial_path
+    from oled_moe.packing import pack_checkpoint
 
     source, out, seconds = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     # Every piece is brought to the disk by itself.
-    packing._CHUNK_BYTES = 4096
+    pack_writer.CHUNK_BYTES = 4096
     generator = random.Random(7)
 
     def attempt(limit_s):
@@ -456,7 +458,7 @@ def test_power_lost_at_any_sync_and_resumed_gives_the_same_bytes(
     expected, out = contents(tmp_path / "straight"), tmp_path / "pack"
     moment, num_lost = 1, 0
     while True:
-        monkeypatch.setattr(packing, "_CHUNK_BYTES", 4 * 4096)
+        monkeypatch.setattr(pack_writer, "CHUNK_BYTES", 4 * 4096)
         lose = lose_power_at(monkeypatch, moment, partial_path(out), generator)
         try:
             pack_checkpoint(source, out, dtype="int4", num_threads=1)
@@ -478,7 +480,7 @@ def test_power_lost_at_any_sync_and_resumed_gives_the_same_bytes(
 def test_a_resumed_run_does_not_begin_anew(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(pack_writer, "CHUNK_BYTES", 4096)
     total = pack_checkpoint(source, tmp_path / "other").pack_bytes
 
     def stop(what: str, done: int, size: int) -> None:
@@ -770,13 +772,13 @@ def test_interrupted_it_says_how_to_go_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = packing._settle
+    real = pack_writer._settle
 
     def stop(target: Any, settled: int) -> int:
         real(target, settled)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(packing, "_settle", stop)
+    monkeypatch.setattr(pack_writer, "_settle", stop)
     code, _, err = run("pack", source, tmp_path / "pack")
     assert code == 130 and "pack.partial stays; the same command goes on with it" in err
     monkeypatch.undo()

@@ -67,7 +67,8 @@ def pack(
     use_log_flags(log)
     with status_line(is_quiet=as_json) as say:
         say("loading torch")
-        from oled_moe.packing import pack_checkpoint, partial_path
+        from oled_moe.pack_writer import partial_path
+        from oled_moe.packing import pack_checkpoint
 
         def progress(what: str, done: int, total: int) -> None:
             percent = 100 * done // max(total, 1)

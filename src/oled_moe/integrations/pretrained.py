@@ -60,6 +60,11 @@ class PretrainedExperts:
         """
         directory = find_model(path)
         checkpoint = Checkpoint.open(directory)
+        if checkpoint.pack is not None:
+            raise ConfigError(
+                f"{directory}: is a pack of oled-moe, which Transformers does not read; name the "
+                "checkpoint that it came from"
+            )
         config = _config_of(directory)
         model_class = _class_of(config)
         wanted = _dtype_of(dtype) or _dtype_of(getattr(config, "dtype", None))
