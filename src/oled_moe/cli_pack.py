@@ -14,7 +14,6 @@ from oled_moe.cli_flags import Json, flag, takes_flags
 from oled_moe.cli_shared import (
     LogFlags,
     Model,
-    hub_cache,
     print_json,
     print_rows,
     status_line,
@@ -80,7 +79,6 @@ def pack(
                 out,
                 dtype=flags.dtype,
                 dense_dtype=flags.dense_dtype,
-                hub_cache=hub_cache(),
                 progress=progress,
             )
         except KeyboardInterrupt:
