@@ -220,8 +220,20 @@ def test_whole_numbers_are_those_of_the_reference(form: str, source: Path, tmp_p
         for packed, matrix in zip(
             store.layout.packed_views(slot), (gate_up[:33], gate_up[33:], down), strict=True
         ):
-            assert torch.equal(packed, quantize(matrix, spec))
+            assert torch.equal(packed, quantize(matrix, spec, "searched"))
     verify_pack(tmp_path / "pack")
+
+
+@pytest.mark.parametrize("method", ["nearest", "half-quadratic"])
+def test_ways_of_rounding(method: str, source: Path, tmp_path: Path) -> None:
+    pack_checkpoint(source, tmp_path / "pack", dtype="int4-g32", method=method)
+    assert PackManifest.read(tmp_path / "pack" / MANIFEST_NAME).method == method
+    layout = Checkpoint.open(tmp_path / "pack").pack
+    assert layout is not None and layout.layout.quant is not None
+    slot = slots_of(load(tmp_path / "pack")[1])[7]
+    gate_up, _ = ExpertLayout(20, 33, torch.bfloat16).views(slots_of(load(source)[1])[7])
+    up = layout.layout.packed_views(slot).up
+    assert torch.equal(up, quantize(gate_up[33:], layout.layout.quant, method))
 
 
 def test_what_quantised_experts_are_multiplied_with_may_be_chosen(
@@ -573,9 +585,18 @@ def test_no_room(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "pack").exists()
 
 
-@pytest.mark.parametrize("options", [{"dtype": "int3"}, {"dtype": ""}, {"dense_dtype": "int8"}])
-def test_unknown_dtypes(options: dict[str, str], source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="dtype.*allowed"):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "int3"},
+        {"dtype": ""},
+        {"dense_dtype": "int8"},
+        {"dtype": "int8", "method": "best"},
+        {"method": "nearest"},
+    ],
+)
+def test_what_is_not_known(options: dict[str, str], source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="(dtype|method).*allowed"):
         pack_checkpoint(source, tmp_path / "pack", **options)
     assert not any(tmp_path.iterdir())
 

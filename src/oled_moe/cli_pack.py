@@ -40,6 +40,15 @@ class PackFlags:
             "default: as stored.",
         ),
     ] = None
+    method: Annotated[
+        str | None,
+        flag(
+            "--method",
+            metavar="NAME",
+            help="How int8 and int4 are rounded: searched, half-quadratic or nearest; default: "
+            "searched.",
+        ),
+    ] = None
     dense_dtype: Annotated[
         str | None,
         flag(
@@ -79,6 +88,7 @@ def pack(
                 out,
                 dtype=flags.dtype,
                 dense_dtype=flags.dense_dtype,
+                method=flags.method,
                 progress=progress,
             )
         except KeyboardInterrupt:

@@ -38,14 +38,14 @@ from oled_moe.packs import (
     experts_name,
     layout_to_dict,
 )
-from oled_moe.quantization import QuantSpec, quantize
+from oled_moe.quantization import METHODS, QuantSpec, quantize
 from oled_moe.store import PAGE_BYTES, DiskExpertStore, ExpertLayout, aligned_empty, memory_of
 from oled_moe.tensor_files import TensorRecord
 
 # What --dtype may say besides the forms of QuantSpec.
 FLOAT_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
-# How weights are rounded to whole numbers.
-METHOD = "nearest"
+# How weights are rounded to whole numbers where nobody asks for another way of METHODS.
+DEFAULT_METHOD = "searched"
 # Of a tensor that is no expert, written at a time.
 _PART_BYTES = 64 * 2**20
 # Experts that are made at a time: each takes a few slots of memory.
@@ -75,6 +75,7 @@ def pack_checkpoint(
     *,
     dtype: str | None = None,
     dense_dtype: str | None = None,
+    method: str | None = None,
     hub_cache: Path | None = None,
     progress: Progress | None = None,
     free_bytes: Callable[[Path], int] | None = None,
@@ -83,7 +84,8 @@ def pack_checkpoint(
     """Pack `demo`, a directory or a hub id in the local cache at `out`.
 
     `dtype`: bf16, int8, int4 or another form of `QuantSpec` for experts, `dense_dtype`: bf16 for
-    the rest; None keeps what is stored. A run that was killed is continued.
+    the rest; None keeps what is stored. `method`, for whole numbers alone, is one of `METHODS`.
+    A run that was killed is continued.
 
     Raises: ConfigError for a dtype, and where something is at `out`; CheckpointError for a source
     that cannot be read, or has changed since the run that is continued; DoesNotFitError where the
@@ -92,7 +94,7 @@ def pack_checkpoint(
     source = find_model(model, hub_cache=hub_cache)
     if os.path.lexists(out):
         raise ConfigError(f"{out} is there already; remove it, or name another place for the pack")
-    job = _plan(source, dtype, dense_dtype)
+    job = _plan(source, dtype, dense_dtype, method)
     partial = partial_path(out)
     num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
     try:
@@ -120,10 +122,14 @@ def pack_checkpoint(
 # What is to be written
 
 
-def _plan(source: Path, dtype: str | None, dense_dtype: str | None) -> PackJob:
+def _plan(
+    source: Path, dtype: str | None, dense_dtype: str | None, wanted_method: str | None
+) -> PackJob:
     """Everything that is known before a weight is read. Raises: as `pack_checkpoint`."""
     if dense_dtype is not None:
         check_choice("dense-dtype", dense_dtype, tuple(FLOAT_DTYPES))
+    if wanted_method is not None:
+        check_choice("method", wanted_method, tuple(METHODS))
     checkpoint = Checkpoint.open(source)
     family = find_family(checkpoint.config)
     config = family.config(checkpoint.config)
@@ -139,7 +145,7 @@ def _plan(source: Path, dtype: str | None, dense_dtype: str | None) -> PackJob:
         method="direct",
     )
     try:
-        layout, method = _target(checkpoint, store.layout, dtype)
+        layout, method = _target(checkpoint, store.layout, dtype, wanted_method)
         kept = family.kept_dtypes(config)
         dense = [
             (record, _dense_dtype(record, None if target in kept else dense_dtype))
@@ -149,7 +155,7 @@ def _plan(source: Path, dtype: str | None, dense_dtype: str | None) -> PackJob:
         dense.sort(key=lambda entry: _num_bytes(*entry) % PAGE_BYTES != 0)
         files = [_dense_file(dense)]
         for layer in range(store.num_layers):
-            files.append(_expert_file(store, layout, layer))
+            files.append(_expert_file(store, layout, method, layer))
         copies = _find_copies(source)
         return PackJob(
             source=source,
@@ -170,7 +176,7 @@ def _plan(source: Path, dtype: str | None, dense_dtype: str | None) -> PackJob:
 
 
 def _target(
-    checkpoint: Checkpoint, stored: ExpertLayout, dtype: str | None
+    checkpoint: Checkpoint, stored: ExpertLayout, dtype: str | None, wanted_method: str | None
 ) -> tuple[ExpertLayout, str | None]:
     """What slots become, and how weights are rounded to it. Raises: ConfigError."""
     pack = checkpoint.pack
@@ -180,19 +186,25 @@ def _target(
                 f"dtype is {dtype!r} and {checkpoint.path} is packed as {stored.quant}; pack the "
                 "checkpoint that it came from"
             )
+        if wanted_method is not None:
+            raise ConfigError(
+                f"method is {wanted_method!r} and nothing is rounded; allowed: with --dtype int8 "
+                "or int4"
+            )
         return stored, None if pack is None else pack.manifest.method
     try:
         quant = QuantSpec.parse(dtype)
     except ConfigError as error:
         raise ConfigError(f"dtype: {error}; or bf16, or none to keep what is stored") from None
-    if stored.quant == quant and pack is not None:
-        return stored, pack.manifest.method
+    method = wanted_method or DEFAULT_METHOD
+    if stored.quant == quant and pack is not None and method == pack.manifest.method:
+        return stored, method
     if stored.quant is not None:
         raise ConfigError(
             f"dtype is {dtype!r} and {checkpoint.path} is packed as {stored.quant}; pack the "
             "checkpoint that it came from"
         )
-    return replace(stored, quant=quant), METHOD
+    return replace(stored, quant=quant), method
 
 
 def _dense_dtype(record: TensorRecord, wanted: str | None) -> torch.dtype:
@@ -234,9 +246,14 @@ def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> memoryview:
     return memory_of(tensor.to(dtype).contiguous().view(-1).view(torch.uint8))
 
 
-def _expert_file(store: DiskExpertStore, layout: ExpertLayout, layer: int) -> PackFile:
+def _expert_file(
+    store: DiskExpertStore, layout: ExpertLayout, method: str | None, layer: int
+) -> PackFile:
     def piece(expert: int) -> Piece:
-        return Piece(layout.slot_bytes, lambda: memory_of(_slot(store, layout, layer, expert)))
+        def make() -> memoryview:
+            return memory_of(_slot(store, layout, method, layer, expert))
+
+        return Piece(layout.slot_bytes, make)
 
     names = [expert_tensor(layer, expert) for expert in range(store.num_experts)]
     header = file_header([(name, torch.uint8, (layout.slot_bytes,)) for name in names])
@@ -244,20 +261,23 @@ def _expert_file(store: DiskExpertStore, layout: ExpertLayout, layer: int) -> Pa
     return PackFile(experts_name(layer), header, pieces)
 
 
-def _slot(store: DiskExpertStore, layout: ExpertLayout, layer: int, expert: int) -> Tensor:
+def _slot(
+    store: DiskExpertStore, layout: ExpertLayout, method: str | None, layer: int, expert: int
+) -> Tensor:
     """One expert as it is packed; zeros where nothing lies."""
     stored = aligned_empty(store.layout.slot_bytes).zero_()
     store.read_into(layer, expert, stored)
     quant = layout.quant
     if quant is None or store.layout.quant is not None:
         return stored
+    assert method is not None
     slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
     gate_up, down = store.layout.views(stored)
     width = layout.intermediate_size
     sources = (gate_up[:width], gate_up[width:], down)
     try:
         for target, matrix in zip(layout.packed_views(slot), sources, strict=True):
-            target.copy_(quantize(matrix, quant))
+            target.copy_(quantize(matrix, quant, method))
     except CheckpointError as error:
         raise CheckpointError(f"layer {layer}, expert {expert}: {error}") from None
     return slot
