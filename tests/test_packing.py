@@ -21,9 +21,10 @@ from oled_moe import cli, pack_writer
 from oled_moe.checkpoint import Checkpoint, find_weights, read_weights
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
-from oled_moe.engine import DEMO_MODEL, Engine
+from oled_moe.engine import Engine
 from oled_moe.errors import CheckpointError, ConfigError, DoesNotFitError, OledMoeError
 from oled_moe.inspection import describe_checkpoint, verify_pack
+from oled_moe.model_paths import DEMO_MODEL
 from oled_moe.models import find_family
 from oled_moe.outlook import open_sizes
 from oled_moe.pack_writer import partial_path
