@@ -229,7 +229,7 @@ def layout_from_dict(values: Mapping[str, Any]) -> tuple[ExpertLayout, str | Non
             f"{MANIFEST_NAME}: experts have the quantised layout {values['quant_layout']!r:.20}; "
             f"allowed: {LAYOUT_VERSION}; {_AGAIN} with this version of oled-moe"
         )
-    layout = ExpertLayout(hidden_size, intermediate_size, DTYPES[values["dtype"]], quant)
+    layout = ExpertLayout(hidden_size, intermediate_size, DTYPES[values["dtype"]], quant=quant)
     return layout, values["method"]
 
 
