@@ -604,8 +604,9 @@ def by_hand(
             kv = engine.model.new_kv(length)
             others = [i for i in range(length) if i not in window]
             if kept is not None:
-                kv._keys_LGSH[:, :, : len(others)] = kept[0][:, :, others]
-                kv._values_LGSH[:, :, : len(others)] = kept[1][:, :, others]
+                for layer, (keys, values) in enumerate(kept):
+                    kv.layer(layer)[0][:, : len(others)] = keys[:, others]
+                    kv.layer(layer)[1][:, : len(others)] = values[:, others]
                 kv.advance(len(others))
             ids = torch.tensor([canvas[i] for i in window])
             inputs[window] = torch.where((ids == MASK)[:, None], inputs[window], embeddings[ids])
@@ -619,7 +620,10 @@ def by_hand(
             logits = engine.model.forward(batch)
             assert isinstance(logits, torch.Tensor)
             if kept is None:
-                kept = (kv._keys_LGSH.clone(), kv._values_LGSH.clone())
+                kept = [
+                    (keys.clone(), values.clone())
+                    for keys, values in map(kv.layer, range(engine.model_config.num_layers))
+                ]
             shares = logits.softmax(-1)
             guesses = {i: (shares[row], row) for row, i in enumerate(window)}
             threshold = params.threshold
@@ -757,7 +761,7 @@ def test_reference_arguments_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("family", "args", "message"),
     [
-        ("gpt2", {}, "family is 'gpt2'; allowed: llada"),
+        ("gpt2", {}, "family is 'gpt2'; allowed: diffusion_gemma, llada"),
         ("sdar_moe", {"blok_length": 4}, "'blok_length' is no argument .* block_length"),
         ("rnd1", {"gen_length": 4}, "'gen_length' is no argument"),
         ("llada", {"cfg_scale": 1.0, "x": 1}, "'cfg_scale', 'x' is no argument"),
@@ -834,6 +838,7 @@ def test_defaults_of_families(engines: dict[str, Engine]) -> None:
         *UNTRAINED_ALGORITHMS,
         *TRAINED_ALGORITHMS,
         "lowest_entropy",
+        "renoising",
     }
 
 

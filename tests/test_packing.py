@@ -225,7 +225,7 @@ def test_whole_numbers_are_those_of_the_reference(form: str, source: Path, tmp_p
     verify_pack(tmp_path / "pack")
 
 
-@pytest.mark.parametrize("method", ["nearest", "half-quadratic"])
+@pytest.mark.parametrize("method", ["nearest", "searched"])
 def test_ways_of_rounding(method: str, source: Path, tmp_path: Path) -> None:
     pack_checkpoint(source, tmp_path / "pack", dtype="int4-g32", method=method)
     assert PackManifest.read(tmp_path / "pack" / MANIFEST_NAME).method == method

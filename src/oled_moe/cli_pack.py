@@ -45,8 +45,7 @@ class PackFlags:
         flag(
             "--method",
             metavar="NAME",
-            help="How int8 and int4 are rounded: searched, half-quadratic or nearest; default: "
-            "searched.",
+            help="How int8 and int4 are rounded: searched or nearest; default: searched.",
         ),
     ] = None
     dense_dtype: Annotated[

@@ -95,6 +95,7 @@ _Algorithm = Literal[
     "credit",
     "factor",
     "lowest_entropy",
+    "renoising",
     "LowConfidence",
     "JointThreshold",
     "JointThresholdInDel",
