@@ -379,6 +379,22 @@ def answers(engine: Engine, **values: Any) -> list[list[StepEvent]]:
     return [list(engine.stream(prompt, replace(BASE, **values))) for prompt in PROMPTS]
 
 
+def test_what_others_never_choose_is_their_own_affair() -> None:
+    """Control tokens are a request's own: who shares its forwards may have them in the answer."""
+    prompt, params = [5] * 7, SamplingParams(max_tokens=9, block_length=8)
+    with opened(GOLDEN) as engine:
+        alone = engine.generate(prompt, params).token_ids
+        other = replace(params, delete_token_id=alone[0])
+        running = [engine.begin(engine.check(prompt, each)) for each in (other, params)]
+        last: list[StepEvent] = []
+        while not last or last[1].result is None:
+            last = engine.denoise(running)
+        for each in running:
+            engine.end(each)
+        assert last[1].result.token_ids == alone
+        assert alone[0] not in last[0].answer_ids
+
+
 def test_a_checkpoint_that_declares_them_is_edited_by_default(engine: Engine) -> None:
     chosen = engine.check([1]).params
     assert (chosen.algorithm, chosen.threshold, chosen.edit_threshold) == ("levenshtein", 0.5, 0)

@@ -778,13 +778,13 @@ def _best_of_greedy(
 ) -> list[Guesses | None]:
     """Guesses of each sequence, or None for all where some want more than the likeliest tokens.
 
-    One pass over all of them, with one synchronisation, where they agree about the mask.
+    One pass over all of them, with one synchronisation, where they agree about what is never
+    chosen: the mask, and control tokens.
     """
     first = sequences[0].params
-    if len(sequences) == 1 or not all(
-        each.takes_plain_best and each.params.mask_token_id == first.mask_token_id
-        for each in sequences
-    ):
+    never = {(each.params.mask_token_id, each.params.control_ids) for each in sequences}
+    is_plain = all(each.takes_plain_best for each in sequences)
+    if len(sequences) == 1 or len(never) > 1 or not is_plain:
         return [None] * len(sequences)
     guesses = guess(logits_NV, first, None)
     return [guesses.part(those) for those in rows]
