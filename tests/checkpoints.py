@@ -37,7 +37,7 @@ def write_checkpoint(
     if generation_config is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation_config))
     if convention in ("single", "merged"):
-        chosen = dict(tensors) if convention == "single" else _stack_experts(tensors)
+        chosen = dict(tensors) if convention == "single" else stack_experts(tensors)
         save_file(chosen, directory / "model.safetensors", {"format": "pt"})
         return directory
     if convention == "llada20":
@@ -108,7 +108,7 @@ def synthetic_llada2(
     return tensors
 
 
-def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     stacks: dict[str, dict[int, Tensor]] = {}
     rest = {}
     for name, tensor in tensors.items():

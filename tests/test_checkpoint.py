@@ -510,15 +510,6 @@ def test_pickle_only(tmp_path: Path, name: str) -> None:
         Checkpoint.open(tmp_path)
 
 
-def test_gguf_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="GGUF files only.*oled-moe pack --dtype int4"):
-        Checkpoint.open(tmp_path)
-    with pytest.raises(CheckpointError, match=r"Q4_K_M\.gguf is a GGUF file"):
-        Checkpoint.open(tmp_path / "model-Q4_K_M.gguf")
-
-
 def test_no_weights_at_all(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"has no \*\.safetensors file"):

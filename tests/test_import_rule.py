@@ -25,6 +25,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "3": (
         *("layers", "kv_cache", "experts", "models"),
         *("tensor_files", "encodings", "packs", "checkpoint"),
+        *("gguf_types", "gguf_files", "gguf_models"),
     ),
     "4": (
         *("edits", "sampling", "unmasking", "closing", "constrained", "decoding"),

@@ -17,6 +17,8 @@ import pytest
 import torch
 import transformers as hf
 from fake_streams import FakeGraphs, FakePinning, FakeStreams
+from ggufs import write_gguf
+from safetensors.torch import load_file
 
 from oled_moe.devices import Gpu
 from oled_moe.errors import (
@@ -580,6 +582,16 @@ def test_the_implementation_alone_does_nothing_but_say_so() -> None:
     model.set_experts_implementation(integration.IMPLEMENTATION)
     with pytest.raises(OledMoeError, match="call oled_moe.integrations"):
         logits_of(model)
+
+
+def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    directory = Path(__file__).parent / "golden" / "rnd1"
+    tensors = load_file(directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    write_gguf(tmp_path / "model.gguf", "rnd1", tensors, config)
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(ConfigError, match="is a GGUF file, which is read for this package's"):
+            offload_experts(path, experts_per_layer=2)
 
 
 def test_checkpoints_with_faults(stored_qwen: tuple[Any, Path], tmp_path: Path) -> None:

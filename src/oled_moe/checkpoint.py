@@ -1,9 +1,10 @@
-"""Reads checkpoints: a directory with config.json and weights in the safetensors format.
+"""Reads checkpoints: a directory with config.json and weights in the safetensors format, or GGUF.
 
 `Checkpoint.open` reads JSON and headers only and proves that every tensor lies within its file;
 `read_weights` proves that the tensors are those a model needs, and only then reads weights.
 Weights are read, never mapped, and leave the page cache again. Every fault is a CheckpointError.
-Packs (packs.py) and checkpoints with quantised weights (encodings.py) are read the same way.
+Packs (packs.py), checkpoints with quantised weights (encodings.py) and GGUF files (gguf_models.py)
+are read the same way.
 
 Legend: D hidden size, F hidden size of one expert, E experts per layer.
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 from oled_moe.config import check_choice
 from oled_moe.encodings import EncodedRecord, decode_tensors, place_encoded
 from oled_moe.errors import CheckpointError, ModelNotFoundError
+from oled_moe.gguf_models import find_gguf, open_gguf
 from oled_moe.packs import MANIFEST_NAME, Pack, experts_name, open_pack
 from oled_moe.store import (
     READ_METHODS,
@@ -64,13 +66,19 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
-        """Read the configuration and the headers in a directory.
+        """Read the configuration and the headers in a directory, or those of a GGUF file.
 
         Raises: ModelNotFoundError where no checkpoint is; CheckpointError where one is that
         cannot be read.
         """
         directory = Path(path)
+        if directory.suffix == ".gguf" and directory.is_file():
+            return cls._of_gguf(directory)
         names = _list_directory(directory)
+        if not any(name == MANIFEST_NAME or name.endswith(".safetensors") for name in names):
+            file = find_gguf(directory, names)
+            if file is not None:
+                return cls._of_gguf(file)
         if "config.json" not in names:
             raise ModelNotFoundError(
                 f"{directory} has no config.json; name the directory of a checkpoint, "
@@ -93,6 +101,23 @@ class Checkpoint:
             file_bytes = {file: num_bytes}
         config, tensors, encoding = decode_tensors(config, tensors)
         return cls(directory, config, generation_config, tensors, file_bytes, encoding=encoding)
+
+    @classmethod
+    def _of_gguf(cls, file: Path) -> "Checkpoint":
+        """A model in GGUF files, with what lies beside them."""
+        beside: list[dict[str, Any] | None] = []
+        for name in ("config.json", "generation_config.json"):
+            path = file.with_name(name)
+            beside.append(read_json_file(path) if path.is_file() else None)
+        found = open_gguf(file, beside[0])
+        return cls(
+            file,
+            found.config,
+            beside[1] or {},
+            found.tensors,
+            found.file_bytes,
+            encoding=found.encoding,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -228,11 +253,6 @@ def _find_single_file(directory: Path, names: Sequence[str]) -> Path:
             "when read; only *.safetensors files are read: load it with transformers and store it "
             "with save_pretrained(..., safe_serialization=True)"
         )
-    if any(name.endswith(".gguf") for name in names):
-        raise CheckpointError(
-            f"{directory} has weights in GGUF files only, which this version does not read; take "
-            "the checkpoint as *.safetensors and make it small with `oled-moe pack --dtype int4`"
-        )
     raise CheckpointError(f"{directory} has no *.safetensors file; download the weights too")
 
 
@@ -240,11 +260,6 @@ def _list_directory(directory: Path) -> list[str]:
     try:
         return sorted(os.listdir(directory))
     except NotADirectoryError:
-        if directory.suffix == ".gguf":
-            raise CheckpointError(
-                f"{directory} is a GGUF file, which this version does not read; name the directory "
-                "of a checkpoint with *.safetensors files"
-            ) from None
         raise CheckpointError(
             f"{directory} is a file; name the directory that holds it and config.json"
         ) from None
@@ -302,7 +317,7 @@ def _plan_store(
     )
     owners = _find_owners(checkpoint, parts, size)
     if any(isinstance(record, EncodedRecord) for record, _ in parts):
-        encoding, spans = place_encoded(checkpoint.path, layout, owners)
+        encoding, spans = place_encoded(layout, owners)
     else:
         encoding, spans = None, _place_experts(parts, size, stored_dtype)
     return lambda method: DiskExpertStore(

@@ -10,7 +10,6 @@ Legend: O outputs, K inputs, G groups of inputs, n values in an int32.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -461,38 +460,35 @@ class _Piece:
 
 
 def place_encoded(
-    path: Path, layout: ExpertLayout, owners: Mapping[tuple[int, int, Matrix], TensorRecord]
+    layout: ExpertLayout, owners: Mapping[tuple[int, int, Matrix], TensorRecord]
 ) -> tuple[Encoding, list[list[list[PlacedSpan]]]]:
-    """How a store reads experts that are encoded: the same way for all of them.
+    """How a store reads experts that are encoded, each in its own way.
 
-    `owners`: the record of each matrix (layer, expert, matrix).
-    Raises: CheckpointError where they are not encoded alike.
+    `owners`: the record of each matrix (layer, expert, matrix), of that alone or of all experts of
+    the layer.
     """
     num_layers = 1 + max(layer for layer, _, _ in owners)
     num_experts = 1 + max(expert for _, expert, _ in owners)
-    first: tuple[_Piece, ...] | None = None
     num_bytes = 0
+    # Few forms are different; most experts share one.
+    known: dict[tuple[_Piece, ...], tuple[_Piece, ...]] = {}
+    forms: list[list[tuple[_Piece, ...]]] = []
     spans: list[list[list[PlacedSpan]]] = []
     for layer in range(num_layers):
+        forms.append([])
         spans.append([])
         for expert in range(num_experts):
-            pieces, placed, num_bytes = _place_one(layer, expert, owners)
-            first = first or pieces
-            if pieces != first:
-                raise CheckpointError(
-                    f"{path}: layer {layer}, expert {expert} (counting MoE layers from 0) is not "
-                    "quantised as the first one is; allowed: all experts alike"
-                )
+            pieces, placed, end = _place_one(layer, expert, owners)
+            forms[-1].append(known.setdefault(pieces, pieces))
             spans[-1].append(placed)
-    assert first is not None
-    chosen = first
+            num_bytes = max(num_bytes, end)
 
-    def decode(buffer: Tensor, slot: Tensor) -> None:
+    def decode(layer: int, expert: int, buffer: Tensor, slot: Tensor) -> None:
         gate_up, down = layout.views(slot)
         middle = layout.intermediate_size
         targets = {"gate": gate_up[:middle], "up": gate_up[middle:], "down": down}
         targets["gate_up"] = gate_up
-        for piece in chosen:
+        for piece in forms[layer][expert]:
             parts = [
                 buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
                 for dtype, shape, start in piece.parts
@@ -516,19 +512,18 @@ def _place_one(
         records = {"gate_up": records["gate"], "down": records["down"]}
     pieces, placed, end = [], [], 0
     for matrix, record in records.items():
-        is_encoded = isinstance(record, EncodedRecord)
-        sources = record.parts if isinstance(record, EncodedRecord) else (record,)
-        if len(record.shape) != 2:
-            raise CheckpointError(
-                f"{record.path}: tensor {record.name!r:.200} stacks experts, and others are "
-                "quantised; allowed: all of one kind"
-            )
+        decode = record.decode if isinstance(record, EncodedRecord) else None
         parts = []
-        for source in sources:
+        for source in record.parts if isinstance(record, EncodedRecord) else (record,):
+            shape, offset = source.shape, source.offset
+            # All experts of a layer, one after another.
+            if len(record.shape) == 3:
+                shape = shape[1:]
+                offset += expert * prod(shape) * source.dtype.itemsize
+            size = prod(shape) * source.dtype.itemsize
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = start + source.num_bytes
-            parts.append((source.dtype, source.shape, start))
-            placed.append((FileSpan(source.path, source.offset, source.num_bytes), start))
-        decode = record.decode if is_encoded and isinstance(record, EncodedRecord) else None
+            end = start + size
+            parts.append((source.dtype, shape, start))
+            placed.append((FileSpan(source.path, offset, size), start))
         pieces.append(_Piece(matrix, decode, tuple(parts)))
     return tuple(pieces), placed, end

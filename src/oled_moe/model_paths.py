@@ -14,6 +14,8 @@ DEMO_MODEL = "demo"
 def find_model(model: str | Path, *, hub_cache: Path | None = None) -> Path:
     """The directory of `demo`, a local path, or a hub id that is already in the local cache.
 
+    A path may be that of a GGUF file.
+
     Raises: ModelNotFoundError with the command that downloads the model.
     """
     if not isinstance(model, str | Path):
@@ -36,5 +38,6 @@ def find_model(model: str | Path, *, hub_cache: Path | None = None) -> Path:
             f"download it with: oled-moe pull {name}"
         )
     raise ModelNotFoundError(
-        f"no model at {name}; give `demo`, a directory with config.json, or a hub id ORG/NAME"
+        f"no model at {name}; give `demo`, a directory with config.json, a .gguf file, or a hub id "
+        "ORG/NAME"
     )

@@ -138,7 +138,7 @@ def _missing_weights(path: Path) -> str:
         names = {name for name in files.values() if isinstance(name, str)}
         missing = sorted(name for name in names if not os.path.lexists(path / name))
         return f"{len(missing)} of {len(names)} weight files are missing" if missing else ""
-    has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    has_weights = any(any(path.glob(f"*.{end}")) for end in ("safetensors", "bin", "gguf"))
     return "" if has_weights else "there is no weight file"
 
 

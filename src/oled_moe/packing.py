@@ -131,6 +131,8 @@ def _plan(
     if wanted_method is not None:
         check_choice("method", wanted_method, tuple(METHODS))
     checkpoint = Checkpoint.open(source)
+    # Other files lie beside one in GGUF.
+    directory = source.parent if source.is_file() else source
     family = find_family(checkpoint.config)
     config = family.config(checkpoint.config)
     parameters, store = find_weights(
@@ -156,9 +158,9 @@ def _plan(
         files = [_dense_file(dense)]
         for layer in range(store.num_layers):
             files.append(_expert_file(store, layout, method, layer))
-        copies = _find_copies(source)
+        copies = _find_copies(directory, checkpoint)
         return PackJob(
-            source=source,
+            source=directory,
             layout=layout,
             method=method,
             files=tuple(files),
@@ -283,11 +285,19 @@ def _slot(
     return slot
 
 
-def _find_copies(source: Path) -> tuple[Path, ...]:
-    """Config, tokenizer, templates, words and licence of a checkpoint."""
+def _find_copies(directory: Path, checkpoint: Checkpoint) -> tuple[Path, ...]:
+    """Config, tokenizer, templates, words and licence of a checkpoint.
+
+    Raises: CheckpointError where a GGUF file has no config.json beside it.
+    """
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory} has no config.json, which a pack carries; put that of the model that "
+            f"{checkpoint.path.name} was made from there"
+        )
     return tuple(
         path
-        for path in sorted(source.iterdir())
+        for path in sorted(directory.iterdir())
         if path.is_file()
         and path.name not in (INDEX_NAME, MANIFEST_NAME)
         and path.name.isprintable()

@@ -257,11 +257,12 @@ class _Run(NamedTuple):
 class Encoding(NamedTuple):
     """How experts lie in files that hold them in another form than a slot's.
 
-    The spans of an expert fill a buffer of `num_bytes`; `decode(buffer, slot)` makes a slot of it.
+    The spans of an expert fill a buffer of `num_bytes`, or less of it where others need more;
+    `decode(layer, expert, buffer, slot)` makes a slot of it.
     """
 
     num_bytes: int
-    decode: Callable[[Tensor, Tensor], None]
+    decode: Callable[[int, int, Tensor, Tensor], None]
 
 
 class DiskExpertStore:
@@ -346,7 +347,7 @@ class DiskExpertStore:
                 return
             stored = self._thread_buffer("stored", self._encoding.num_bytes)
             self._read(layer, expert, stored)
-            self._encoding.decode(stored, slot)
+            self._encoding.decode(layer, expert, stored, slot)
 
     def close(self) -> None:
         with self._idle:
@@ -419,7 +420,7 @@ class DiskExpertStore:
 def _conversion(stored: ExpertLayout, layout: ExpertLayout) -> Encoding:
     """From slots of one dtype to slots of another."""
 
-    def convert(source: Tensor, slot: Tensor) -> None:
+    def convert(layer: int, expert: int, source: Tensor, slot: Tensor) -> None:
         for target, matrix in zip(layout.views(slot), stored.views(source), strict=True):
             target.copy_(matrix)
 

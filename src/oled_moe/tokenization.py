@@ -39,8 +39,12 @@ class Tokenizer:
         self._template: ChatTemplate | None = None
 
     @classmethod
-    def load(cls, directory: Path) -> "Tokenizer | None":
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; None without."""
+    def load(cls, model: Path) -> "Tokenizer | None":
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; None without.
+
+        They lie in the directory that `model` is, or beside the file.
+        """
+        directory = model.parent if model.is_file() else model
         path = directory / "tokenizer.json"
         if not path.is_file():
             return None

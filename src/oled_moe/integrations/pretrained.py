@@ -65,6 +65,11 @@ class PretrainedExperts:
                 f"{directory}: is a pack of oled-moe, which Transformers does not read; name the "
                 "checkpoint that it came from"
             )
+        if checkpoint.path.suffix == ".gguf":
+            raise ConfigError(
+                f"{checkpoint.path}: is a GGUF file, which is read for this package's own families "
+                "only; name a checkpoint with *.safetensors files"
+            )
         config = _config_of(directory)
         model_class = _class_of(config)
         wanted = _dtype_of(dtype) or _dtype_of(getattr(config, "dtype", None))
