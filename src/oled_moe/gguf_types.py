@@ -71,25 +71,27 @@ def _high_bits(blocks: Tensor, start: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * (_nibbles(blocks, 2, 16).to(torch.float32) - 8)
+    return _nibbles(blocks, 2, 16).to(torch.float32).sub_(8).mul_(_halves(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * _nibbles(blocks, 4, 16).to(torch.float32) + _halves(blocks, 2)
+    values = _nibbles(blocks, 4, 16).to(torch.float32)
+    return values.mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
     codes = _nibbles(blocks, 6, 16) | (_high_bits(blocks, 2) << 4)
-    return _halves(blocks, 0) * (codes.to(torch.float32) - 16)
+    return codes.to(torch.float32).sub_(16).mul_(_halves(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
     codes = _nibbles(blocks, 8, 16) | (_high_bits(blocks, 4) << 4)
-    return _halves(blocks, 0) * codes.to(torch.float32) + _halves(blocks, 2)
+    return codes.to(torch.float32).mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return _halves(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).to(torch.float32)
+    values = blocks[:, 2:].contiguous().view(torch.int8).to(torch.float32)
+    return values.mul_(_halves(blocks, 0))
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
@@ -108,8 +110,8 @@ def _q3_k(blocks: Tensor) -> Tensor:
     codes = _shifted(_parts(blocks[:, 32:96], 2, 32), 2, 4).flatten(1)
     # A bit that is not set takes four away.
     bits = _shifted(blocks[:, :32].unsqueeze(1), 1, 8).flatten(1)
-    values = (codes | (bits << 2)).to(torch.float32) - 4
-    return (scale.unsqueeze(2) * _parts(values, 16, 16)).flatten(1)
+    values = (codes | (bits << 2)).to(torch.float32).sub_(4)
+    return _parts(values, 16, 16).mul_(scale.unsqueeze(2)).flatten(1)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
@@ -127,9 +129,9 @@ def _q6_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, 192:208].contiguous().view(torch.int8).to(torch.float32)
     low = _nibbles(blocks[:, :128], 0, 64)
     high = _shifted(_parts(blocks[:, 128:192], 2, 32), 2, 4).flatten(1)
-    values = (low | (high << 4)).to(torch.float32) - 32
+    values = (low | (high << 4)).to(torch.float32).sub_(32)
     scale = _halves(blocks, 208) * scales
-    return (scale.unsqueeze(2) * _parts(values, 16, 16)).flatten(1)
+    return _parts(values, 16, 16).mul_(scale.unsqueeze(2)).flatten(1)
 
 
 def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +148,7 @@ def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _affine(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     """Codes of 256 values times the scales [N, S] of their parts, less these parts' minima."""
     values = _parts(codes.to(torch.float32), scale.shape[1], -1)
-    return (values * scale.unsqueeze(2) - least.unsqueeze(2)).flatten(1)
+    return values.mul_(scale.unsqueeze(2)).sub_(least.unsqueeze(2)).flatten(1)
 
 
 # By the number that stands for a type in a file.
