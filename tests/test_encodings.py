@@ -400,8 +400,37 @@ def test_a_group_that_is_not_there(tmp_path: Path) -> None:
     write(tmp_path, "gptq", put(".g_idx", torch.full((32,), 9, dtype=torch.int32)))
     _, store = load(tmp_path)
     slot = aligned_empty(store.layout.slot_bytes)
-    with pytest.raises(CheckpointError, match="names a group that is not there"):
+    with pytest.raises(CheckpointError, match=r"layer 0, .*: .*: g_idx names a group that is not"):
         store.read_into(0, 2, slot)
+    store.close()
+
+
+def test_inputs_in_order_may_be_said_by_minus_one(tmp_path: Path) -> None:
+    """As compressed-tensors fills weight_g_idx where nothing was reordered; 40 is no group."""
+    slots = []
+    for name, fill in (("no", None), ("all", -1), ("bad", 40)):
+        (tmp_path / name).mkdir()
+        if fill is None:
+            write(tmp_path / name, "compressed zeros")
+        else:
+            order = torch.full((32,), fill, dtype=torch.int32)
+            write(tmp_path / name, "compressed zeros", put(".weight_g_idx", order))
+        _, store = load(tmp_path / name)
+        slots.append(aligned_empty(store.layout.slot_bytes).zero_())
+        if name == "bad":
+            with pytest.raises(CheckpointError, match="names a group that is not there"):
+                store.read_into(0, 2, slots[-1])
+        else:
+            store.read_into(0, 2, slots[-1])
+        store.close()
+    assert torch.equal(slots[0], slots[1])
+
+
+def test_scales_that_are_no_numbers(tmp_path: Path) -> None:
+    write(tmp_path, "gptq", put(".scales", torch.full((4, 16), torch.nan, dtype=torch.float16)))
+    _, store = load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"layer 0, expert 2 .* scales are damaged"):
+        store.read_into(0, 2, aligned_empty(store.layout.slot_bytes))
     store.close()
 
 

@@ -758,6 +758,19 @@ def test_reference_arguments_and_defaults() -> None:
     assert (second.algorithm, second.edit_threshold) == ("joint_threshold", 0.5)
 
 
+@pytest.mark.parametrize("family", ["llada", "llada2_moe"])
+def test_decoders_of_dinfer_have_its_names(family: str) -> None:
+    args = {"decoder": "credit", "threshold": 0.4, "credit_alpha": 1.0, "boost_gamma": 0.5}
+    params = SamplingParams.from_reference(family, {**args, "decay_beta": 0.6, "block_length": 32})
+    assert (params.algorithm, params.threshold, params.confidence) == ("credit", 0.4, "raw")
+    assert (params.credit_alpha, params.credit_gamma, params.credit_beta) == (1.0, 0.5, 0.6)
+    args = {"decoder": "hierarchy", "threshold": 0.6, "low_threshold": 0.2}
+    params = SamplingParams.from_reference(family, args)
+    assert (params.algorithm, params.threshold, params.low_threshold) == ("hierarchy", 0.6, 0.2)
+    with pytest.raises(ConfigError, match="decoder is 'best'; allowed: threshold, hierarchy"):
+        SamplingParams.from_reference(family, {"decoder": "best"})
+
+
 @pytest.mark.parametrize(
     ("family", "args", "message"),
     [

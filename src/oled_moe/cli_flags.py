@@ -149,8 +149,9 @@ class EngineFlags:
         _engine(
             "--lossy",
             metavar="NAME",
-            help="Let a block's tokens share experts, which changes answers: NAME:key=value, one "
-            f"of: {', '.join(LOSSY_NAMES)}; those of resident depend on what is in memory.",
+            help="Let a block's tokens share experts, which changes answers: des-vote:experts=24, "
+            "des-seq:top=2, dmoe:coverage=0.6 or resident:threshold=0.6, say; those of resident "
+            "depend on what is in memory.",
         ),
     ] = None
     force: Annotated[

@@ -50,7 +50,30 @@ class EncodedRecord(TensorRecord):
 
     def read(self) -> Tensor:
         assert self.decode is not None
-        return self.decode([part.read() for part in self.parts]).to(self.dtype)
+        parts = [part.read() for part in self.parts]
+        return _decoded(self.decode, parts, f"{self.path}: {self.name}").to(self.dtype)
+
+
+def _decoded(decode: Decoder, parts: Sequence[Tensor], where: str) -> Tensor:
+    """A weight from its parts. Raises: CheckpointError that says where, if they make no numbers."""
+    try:
+        weight = decode(parts)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}; download it again") from None
+    if not weight.isfinite().all():
+        raise CheckpointError(
+            f"{where} decodes to numbers that are not finite, so its scales are damaged; "
+            "download it again"
+        )
+    return weight
+
+
+def _check_groups(group_K: Tensor, num_groups: int) -> None:
+    """Raises: CheckpointError where an input belongs to a group that has no scale."""
+    if len(group_K) and not 0 <= int(group_K.min()) <= int(group_K.max()) < num_groups:
+        raise CheckpointError(
+            f"g_idx names a group that is not there; allowed: 0 to {num_groups - 1}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +247,7 @@ class GptqDecoder:
         group_K = torch.arange(len(values_KO)) // self.group_size
         if len(parts) > 3:
             group_K = parts[3].long()
-        if len(group_K) and not 0 <= int(group_K.min()) <= int(group_K.max()) < len(scales_GO):
-            raise CheckpointError("g_idx of a GPTQ weight names a group that is not there")
+        _check_groups(group_K, len(scales_GO))
         zeros_GO = zeros_GO[:, : values_KO.shape[1]]
         values_KO -= zeros_GO.index_select(0, group_K)
         return (values_KO * scales_GO.index_select(0, group_K)).T
@@ -283,8 +305,10 @@ class PackedDecoder:
         middle = 1 << self.bits - 1
         values_OK = _unpack(parts[0], self.bits, axis=1)[:, : self.shape[1]] - middle
         scales_OG = parts[1].to(torch.float32)
-        if self.has_groups:
+        # All −1 is how compressed-tensors writes that inputs are in order.
+        if self.has_groups and not (parts[-1] == -1).all():
             group_K = parts[-1].long()
+            _check_groups(group_K, scales_OG.shape[1])
             return (values_OK - self._zeros(parts)[:, group_K]) * scales_OG[:, group_K]
         values_OK = values_OK.to(torch.float32)
         if self.has_zeros:
@@ -493,7 +517,8 @@ def place_encoded(
                 buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
                 for dtype, shape, start in piece.parts
             ]
-            weight = parts[0] if piece.decode is None else piece.decode(parts)
+            where = f"layer {layer}, expert {expert} (counting MoE layers from 0): {piece.matrix}"
+            weight = parts[0] if piece.decode is None else _decoded(piece.decode, parts, where)
             targets[piece.matrix].copy_(weight)
 
     return Encoding(num_bytes, decode), spans

@@ -79,6 +79,10 @@ class _Arguments:
 def _llada2(args: Values) -> Values:
     """LLaDA2.0's `generate`, or LLaDA2.1's or 2.2's where one of its own arguments is given."""
     known = _Arguments("llada2_moe", args)
+    if known.has("decoder"):
+        values = {**_llada2_common(known), **_dinfer(known)}
+        known.check_names()
+        return values
     if known.has("delete_token_id", "split_token_id", "max_steps_per_block"):
         return _llada2_levenshtein(known)
     edits = known.has("editing_threshold", "max_post_steps", "num_to_transfer")
@@ -92,6 +96,31 @@ def _llada2(args: Values) -> Values:
     }
     known.check_names()
     return values
+
+
+# dInfer's decoders, and what they are called here.
+_DINFER = {
+    "threshold": "threshold",
+    "hierarchy": "hierarchy",
+    "hierarchy_remasking": "hierarchy_remasking",
+    "credit": "credit",
+    "factor": "factor",
+}
+
+
+def _dinfer(known: "_Arguments") -> Values:
+    """What dInfer's parallel decoders are made with; `decoder` says which of them."""
+    return {
+        "algorithm": _DINFER[known.take_choice("decoder", "threshold", tuple(_DINFER))],
+        "threshold": known.take("threshold", 0.9),
+        "low_threshold": known.take("low_threshold"),
+        "remask_threshold": known.take("remask_threshold"),
+        "credit_alpha": known.take("credit_alpha"),
+        "credit_gamma": known.take("boost_gamma"),
+        "credit_beta": known.take("decay_beta"),
+        "factor": known.take("factor"),
+        "confidence": "raw",
+    }
 
 
 def _llada2_levenshtein(known: "_Arguments") -> Values:
@@ -216,6 +245,7 @@ def _llada(args: Values) -> Values:
         "eos_early_stop": known.take("early_stop", False),
         "mask_token_id": known.take("mask_id"),
         "eos_token_id": known.take("eos_id"),
+        **(_dinfer(known) if known.has("decoder") else {}),
     }
     known.check_names()
     return values
