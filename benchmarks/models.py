@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from provenance import provenance
 
 from oled_moe.config import EngineConfig
@@ -25,11 +26,11 @@ from oled_moe.costs import HardwareProfile
 from oled_moe.errors import DoesNotFitError
 from oled_moe.hardware import load_hardware
 from oled_moe.memory import GpuMemoryPlan, MemoryPlan, process_memory_bytes
-from oled_moe.models import find_family
-from oled_moe.outlook import OpenedModel, imagine, open_sizes, outlook, plan_for
+from oled_moe.models import ModelConfig, find_family
+from oled_moe.outlook import Machine, OpenedModel, imagine, open_sizes, outlook, plan_for
+from oled_moe.quantization import default_spec
 from oled_moe.shapes import SHAPES
-from oled_moe.sizing import slots_of_budget
-from oled_moe.types import MoeShape
+from oled_moe.store import ExpertLayout
 
 ROOT = Path(__file__).parents[1]
 RAW, DOC = ROOT / "results" / "raw", ROOT / "docs" / "models.md"
@@ -54,12 +55,13 @@ _TAKEN = (
 Row = dict[str, Any]
 
 
-def expert_bytes(hidden: int, inner: int) -> dict[str, int]:
-    """Bytes of an expert's three matrices: bfloat16; int8 with a bfloat16 scale for each row; int4
-    with one for each 64 weights of a row."""
-    values, rows = 3 * hidden * inner, 2 * inner + hidden
-    groups = 2 * inner * -(-hidden // 64) + hidden * -(-inner // 64)
-    return {"bf16": 2 * values, "int8": values + 2 * rows, "int4": values // 2 + 2 * groups}
+def expert_bytes(config: ModelConfig) -> dict[str, int]:
+    """Bytes of an expert in a slot, and in a pack, in each form."""
+    layout = ExpertLayout(
+        config.hidden_size, config.moe_intermediate_size, torch.bfloat16, config.activation
+    )
+    packed = {form: replace(layout, quant=default_spec(form)) for form in FORMS[1:]}
+    return {form: each.slot_bytes for form, each in {"bf16": layout, **packed}.items()}
 
 
 def sizes_rows() -> Iterator[Row]:
@@ -67,13 +69,14 @@ def sizes_rows() -> Iterator[Row]:
         family = find_family(shape.config)
         config = family.config(shape.config)
         num_rest = sum(map(prod, family.parameter_shapes(config).values()))
-        each = expert_bytes(config.hidden_size, config.moe_intermediate_size)
+        each = expert_bytes(config)
+        num_expert_values = 3 * config.hidden_size * config.moe_intermediate_size
         num_experts = config.num_moe_layers * config.num_experts
         yield {
             "part": "sizes",
             "name": name,
             "family": family.name,
-            "num_parameters": num_rest + num_experts * each["bf16"] // 2,
+            "num_parameters": num_rest + num_experts * num_expert_values,
             "num_moe_layers": config.num_moe_layers,
             "num_dense_layers": config.num_layers - config.num_moe_layers,
             "num_experts": config.num_experts,
@@ -88,27 +91,35 @@ def sizes_rows() -> Iterator[Row]:
 def fits_rows() -> Iterator[Row]:
     hardware = load_hardware(HARDWARE)
     for name in SHAPES:
-        model = open_sizes(name)
+        models = forms_of(name)
         for device in ("cuda", "cpu"):
             for memory_gib in MEMORIES_GIB:
-                yield fit_row(model, device, memory_gib, hardware)
+                yield fit_row(models, device, memory_gib, hardware)
+
+
+def forms_of(name: str) -> dict[str, OpenedModel]:
+    """A shape as stored, and as `oled-moe plan NAME --dtype FORM` takes it."""
+    return {form: open_sizes(name, form=None if form == "bf16" else form) for form in FORMS}
 
 
 def fit_row(
-    model: OpenedModel,
+    models: Mapping[str, OpenedModel],
     device: str,
     memory_gib: int,
     hardware: HardwareProfile,
     *,
     predicts: bool = True,
 ) -> Row:
-    """One cell: the plan of a model in so much memory, and what is predicted of it."""
+    """One cell: the plan of a model in so much memory, and what is predicted of it in bfloat16;
+    of the other forms the share of experts alone that stays."""
     is_gpu = device == "cuda"
     ram_bytes = (HOST_RAM_GIB if is_gpu else memory_gib) * GIB
     machine = imagine(
         device, hardware, gpu_bytes=memory_gib * GIB if is_gpu else None, ram_bytes=ram_bytes
     )
     machine = replace(machine, ram_bytes=machine.ram_bytes + process_memory_bytes() - PROCESS_BYTES)
+    plans = {form: plan_or_none(model, machine, hardware) for form, model in models.items()}
+    model, plan = models["bf16"], plans["bf16"]
     row: Row = {
         "part": "fits",
         "name": model.name,
@@ -116,25 +127,22 @@ def fit_row(
         "memory_gib": memory_gib,
         "ram_gib": HOST_RAM_GIB if is_gpu else memory_gib,
         "hardware": HARDWARE,
-        "policy": "oled",
+        "policy": model.config.decoding.policy,
         "is_run": False,
+        "does_fit": plan is not None,
+        "resident_share": {form: resident_share(plan) for form, plan in plans.items()},
     }
-    config = EngineConfig()
-    try:
-        plan = plan_for(model, config, machine, hardware)
-    except DoesNotFitError:
-        return {**row, "does_fit": False}
+    if plan is None:
+        return row
     slots = plan.gpu if isinstance(plan, GpuMemoryPlan) else plan
     on_disk = plan.num_on_disk if isinstance(plan, GpuMemoryPlan) else None
     row |= {
-        "does_fit": True,
         "slots_per_layer": slots.num_slots / slots.shape.num_layers,
-        "resident_share": resident_shares(slots, model),
         "has_experts_on_disk": not is_gpu or bool(on_disk),
     }
     if not predicts:
         return row
-    view = outlook(model, config, machine, hardware, hardware_source=HARDWARE)
+    view = outlook(model, EngineConfig(), machine, hardware, hardware_source=HARDWARE)
     assert view.prediction is not None
     found = view.prediction
     return row | {
@@ -148,18 +156,22 @@ def fit_row(
     }
 
 
-def resident_shares(slots: MemoryPlan, model: OpenedModel) -> dict[str, float]:
-    """Of all experts, those that the same memory holds in each form."""
-    sizes = expert_bytes(model.config.hidden_size, model.config.moe_intermediate_size)
-    shares = {"bf16": slots.num_slots / slots.shape.num_experts_total}
-    for form in FORMS[1:]:
-        # Slots are whole pages.
-        paged = -(-sizes[form] // 4096) * 4096
-        shape: MoeShape = replace(slots.shape, expert_bytes=paged)
-        # A cache that already holds everything leaves memory over.
-        num_slots, _ = slots_of_budget(slots.expert_memory_bytes, shape)
-        shares[form] = num_slots / shape.num_experts_total
-    return shares
+def plan_or_none(
+    model: OpenedModel, machine: Machine, hardware: HardwareProfile
+) -> MemoryPlan | GpuMemoryPlan | None:
+    """None where it does not fit."""
+    try:
+        return plan_for(model, EngineConfig(), machine, hardware)
+    except DoesNotFitError:
+        return None
+
+
+def resident_share(plan: MemoryPlan | GpuMemoryPlan | None) -> float | None:
+    """Of all experts, those that memory holds; None where the model does not fit."""
+    if plan is None:
+        return None
+    slots = plan.gpu if isinstance(plan, GpuMemoryPlan) else plan
+    return slots.num_slots / slots.shape.num_experts_total
 
 
 # Tables
@@ -231,9 +243,11 @@ def _speed_cell(row: Row) -> str:
 
 
 def _packed_cell(row: Row) -> str:
-    if not row["does_fit"]:
+    shares = row["resident_share"]
+    if shares["int4"] is None:
         return "does not fit"
-    return " / ".join(f"{100 * row['resident_share'][form]:.0f}" for form in FORMS) + " %"
+    known = ("–" if shares[form] is None else f"{100 * shares[form]:.0f}" for form in FORMS)
+    return " / ".join(known) + " %"
 
 
 def _duration(seconds: float) -> str:

@@ -54,6 +54,8 @@ def contents(directory: Path) -> dict[str, bytes]:
         ("sdar-30b", 3 * 2048 * 768 * 2, 48 * 128, 3.08e9),
         ("rnd1", 3 * 2048 * 768 * 2, 48 * 128, 3.08e9),
         ("llada-moe-7b", 3 * 2048 * 1024 * 2, 16 * 64, 1.83e9),
+        ("llada2.2-flash", 3 * 4096 * 1024 * 2, 31 * 256, 6.06e9),
+        ("diffusion-gemma-26b", 3 * 2816 * 704 * 2, 30 * 128, 4.83e9),
     ],
 )
 def test_shapes_have_the_published_sizes(
@@ -74,6 +76,10 @@ def test_shapes_have_the_published_sizes(
         "sdar-30b": 61_064_245_248,
         "rnd1": 61_064_245_248,
         "llada-moe-7b": 2 * 7_356_880_896,
+        # Nothing is added to flash. Of the published 51,647,701,024 bytes of DiffusionGemma, what
+        # sees images takes the rest.
+        "llada2.2-flash": 2 * 102_889_705_216,
+        "diffusion-gemma-26b": 51_647_701_024 - 1_145_727_400,
     }
     assert sum(t.num_bytes for t in experts + rest) == published[name]
 
@@ -90,7 +96,9 @@ def test_shapes_count_layers_as_their_families_do(name: str) -> None:
 
 
 def test_published_names_lead_to_shapes() -> None:
-    assert set(ALIASES.values()) == set(SHAPES)
+    # LLaDA2.2-flash is called here as it was published.
+    assert set(ALIASES.values()) == set(SHAPES) - {"llada2.2-flash"}
+    assert find_shape("LLaDA2.2-flash") is SHAPES["llada2.2-flash"]
     assert find_shape("LLaDA2.1-mini") is SHAPES["llada2-mini"]
     assert all(find_shape(name).name == name for name in SHAPES)
     assert not set(ALIASES) & set(SHAPES) and all(name == name.lower() for name in ALIASES)
@@ -113,7 +121,9 @@ def test_fewer_moe_layers_keep_the_dense_one() -> None:
     for wrong in (0, 20):
         with pytest.raises(ConfigError, match="moe-layers is .*; allowed: a whole number, 1 to 19"):
             shape.config_with(wrong)
-    with pytest.raises(ConfigError, match="unknown shape 'x'; known: llada-moe-7b, llada2-flash"):
+    with pytest.raises(
+        ConfigError, match="unknown shape 'x'; known: diffusion-gemma-26b, llada-moe"
+    ):
         find_shape("x")
 
 

@@ -208,6 +208,27 @@ def test_other_presets_reuse_as_the_paper_says(preset: str, changes: dict[str, A
     assert (share > 0.5) == PRESETS[preset].is_canvas
 
 
+def test_canvases_of_random_tokens_want_nearly_all_experts() -> None:
+    stats = stats_of("diffusion-gemma-26b", 0, num_layers=2, num_requests=1)
+    assert stats.activation.mean > 0.85 * PRESETS["diffusion-gemma-26b"].num_experts
+
+
+def test_a_block_admits_no_more_than_its_capacity() -> None:
+    trace = synthesize("llada2.2-flash", num_layers=3, num_requests=1, answer_tokens=64)
+    of_block: dict[tuple[int, int], set[int]] = {}
+    for forward in forwards_of(trace):
+        context = forward.context
+        if context.is_prefill:
+            continue
+        for demand in forward.demands:
+            (row,) = context.rows
+            of_block.setdefault((row.block_id, demand.layer), set()).update(demand.expert_ids)
+    sizes = [len(experts) for experts in of_block.values()]
+    assert max(sizes) <= 48 and np.mean(sizes) > 40
+    free = synthesize("llada2.2-flash", num_layers=3, num_requests=1, expert_capacity=256)
+    assert max(len(d.expert_ids) for f in forwards_of(free) for d in f.demands) > 60
+
+
 def test_long_prompts_are_prefilled_in_parts() -> None:
     trace = synthesize(**{**TINY, "prompt_tokens": 4000, "num_requests": 1})
     prefills = np.diff(trace.row_token_offset)[trace.row_phase == Phase.PREFILL]
@@ -226,6 +247,7 @@ def test_workloads_take_turns() -> None:
         ({"tokens_per_step": -1}, "tokens_per_step is -1"),
         ({"block_length": 0}, "block_length is 0"),
         ({"top_k": 9}, "top_k is 9"),
+        ({"expert_capacity": 1}, "expert_capacity is 1"),
         ({"workload": "poems"}, "workload.*poems"),
         ({"popularity": 0.9}, "sum to 1.6"),
         ({"flip": 1.5}, "flip is 1.5; allowed: 0 to 1"),

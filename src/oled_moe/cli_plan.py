@@ -55,7 +55,12 @@ class PlanFlags:
     ] = False
     dtype: Annotated[
         str | None,
-        flag("--dtype", metavar="NAME", help=f"{', '.join(DTYPES)}; default: as stored."),
+        flag(
+            "--dtype",
+            metavar="NAME",
+            help=f"{', '.join(DTYPES)}, or int8, int4 and so on for experts as `oled-moe pack` "
+            "would make them; default: as stored.",
+        ),
     ] = None
     max_model_len: Annotated[
         int | None, flag("--max-model-len", help="Longest prompt and answer, in tokens.")
@@ -78,6 +83,11 @@ class PlanFlags:
         ),
     ] = None
 
+    @property
+    def form(self) -> str | None:
+        """The quantised form that dtype names; None where it names what is computed in."""
+        return self.dtype if self.dtype is not None and self.dtype.startswith("int") else None
+
     def config(self, *, threads: int | None = None) -> EngineConfig:
         """The engine's configuration but for the device. Raises: ConfigError naming the field."""
         return EngineConfig(
@@ -86,7 +96,7 @@ class PlanFlags:
             memory=self.memory,
             policy=self.policy,
             cpu_experts=not self.no_cpu_experts,
-            dtype=self.dtype,
+            dtype=None if self.form else self.dtype,
             max_model_len=self.max_model_len,
             threads=threads,
         )
@@ -139,7 +149,9 @@ def doctor(
 
         question = None
         if model is not None:
-            question = Question(model, config, device or "cpu", flags.prompt_tokens, flags.hardware)
+            question = Question(
+                model, config, device or "cpu", flags.prompt_tokens, flags.hardware, flags.form
+            )
         checkup = check_machine(
             question,
             device,
@@ -200,7 +212,7 @@ def plan(
         from oled_moe.outlook import find_hardware, imagine, open_sizes, outlook
 
         say("reading headers")
-        opened = open_sizes(model, config)
+        opened = open_sizes(model, config, form=flags.form)
         device = device or ("cuda" if gpu_memory is not None else "cpu")
         hardware, source = find_hardware(flags.hardware, device)
         machine = imagine(

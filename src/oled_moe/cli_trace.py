@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 # Repeated here because their modules need numpy; a test compares.
 SUFFIX = ".trace.safetensors"
-PRESET_NAMES = ("llada2-mini", "llada2-flash", "sdar-30b", "rnd1", "llada-moe-7b")
+PRESET_NAMES = (
+    *("llada2-mini", "llada2-flash", "llada2.2-flash"),
+    *("sdar-30b", "rnd1", "llada-moe-7b", "diffusion-gemma-26b"),
+)
 WORKLOAD_NAMES = ("math", "code", "quiz", "mixed")
 
 trace_app = typer.Typer(

@@ -42,6 +42,7 @@ EDITING_ALGORITHMS = ("joint_threshold", "levenshtein", "hierarchy_remasking")
 ONE_BLOCK_ALGORITHMS = ("lowest_entropy",)
 # Those for models without a mask, whose canvases begin as random tokens.
 RANDOM_ALGORITHMS = ("renoising",)
+DEFAULT_RENOISING_STEPS = 48
 # Those for models whose answers are made of blocks of masks.
 BLOCK_ALGORITHMS = tuple(
     name for name in ALGORITHMS if name not in (*ONE_BLOCK_ALGORITHMS, *RANDOM_ALGORITHMS)
@@ -544,7 +545,7 @@ class DecodingParams:
                 "answer as one block: leave block_length out"
             )
         block_length = max_tokens if is_one_block else _default(params.block_length, 32)
-        steps = _default(params.steps, 48 if is_random else block_length)
+        steps = _default(params.steps, DEFAULT_RENOISING_STEPS if is_random else block_length)
         minimal_topk = _default(params.minimal_topk, 1)
         length = max(max_tokens, block_length)
         if minimal_topk > length:

@@ -7,6 +7,7 @@ profile serves models with other expert shapes.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ PROFILE_VERSION = 1
 PROFILE_DEVICES = DEVICES
 PLACES = ("cpu", "cuda")
 OPERATIONS = ("expert", "dense")
+# As quantization.py writes its forms.
+_QUANTISED = re.compile(r"int[48]-(row|g\d+)(-asym)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class WeightRate:
     """How fast weights are worked through where each meets `num_rows` rows.
 
     `place`: cpu or cuda. `operation`: expert (one of many in a call), or dense (one large matrix).
+    `dtype`: of experts also a quantised form, as int4-g64.
     Units: bytes_per_s is weight bytes over the time of the whole product.
     """
 
@@ -40,7 +44,8 @@ class WeightRate:
     def __post_init__(self) -> None:
         check_choice("hardware profile: weight_rates: place", self.place, PLACES)
         check_choice("hardware profile: weight_rates: operation", self.operation, OPERATIONS)
-        check_choice("hardware profile: weight_rates: dtype", self.dtype, DTYPES)
+        if self.operation != "expert" or not _QUANTISED.fullmatch(self.dtype):
+            check_choice("hardware profile: weight_rates: dtype", self.dtype, DTYPES)
         check_int("hardware profile: weight_rates: num_rows", self.num_rows, minimum=1)
         _check_number("weight_rates: bytes_per_s", self.bytes_per_s, is_positive=True)
 

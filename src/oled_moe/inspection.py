@@ -422,7 +422,8 @@ def expert_times(profile: HardwareProfile, expert_bytes: int) -> ExpertTimes:
 class Question:
     """What `doctor` is asked of a model besides measuring: how it is to run.
 
-    `hardware`: the profile to predict by, by name or path; None for what is being measured.
+    `hardware`: the profile to predict by, by name or path; None for what is being measured. `form`:
+    a quantised one that its experts are taken to have.
     """
 
     model: str
@@ -430,6 +431,7 @@ class Question:
     device: str
     prompt_tokens: int = DEFAULT_PROMPT_TOKENS
     hardware: str | Path | None = None
+    form: str | None = None
 
 
 def check_machine(
@@ -455,7 +457,7 @@ def check_machine(
         check_cuda()
     if question is not None:
         say("reading headers")
-        model = open_sizes(question.model, question.config, hub_cache=hub_cache)
+        model = open_sizes(question.model, question.config, form=question.form, hub_cache=hub_cache)
         machine = this_machine(question.device)
         if question.hardware is not None:
             given = load_hardware(question.hardware)
@@ -468,6 +470,7 @@ def check_machine(
         directory=directory or _default_directory(hub_cache),
         expert_shape=(hidden_size, intermediate_size),
         dtype=getattr(torch, dtype),
+        quant=None if model is None else model.weights.layout.quant,
         threads=threads,
         is_quick=is_quick,
         report=lambda step: say(f"measuring {step}"),

@@ -15,6 +15,7 @@ import torch
 
 from oled_moe.checkpoint import INDEX_NAME, Checkpoint
 from oled_moe.config import (
+    DEFAULT_RENOISING_STEPS,
     DTYPES,
     ONE_BLOCK_ALGORITHMS,
     EngineConfig,
@@ -66,6 +67,7 @@ from oled_moe.prediction import (
     predict,
 )
 from oled_moe.profiler import machine_facts, usable_memory_bytes
+from oled_moe.quantization import QuantSpec
 from oled_moe.shapes import SHAPES, find_shape, shape_name
 from oled_moe.store import ExpertLayout, ExpertPart
 from oled_moe.synthesis import MAX_BLOCK_LENGTH
@@ -74,7 +76,12 @@ from oled_moe.types import MoeShape
 # Of what an index says the weights take; some count biases and buffers in, some do not.
 _INDEX_TOLERANCE = 0.02
 # Families whose routing has a preset of its own.
-_PRESETS: Mapping[str, str] = {"sdar_moe": "sdar-30b", "rnd1": "rnd1", "llada": "llada-moe-7b"}
+_PRESETS: Mapping[str, str] = {
+    "sdar_moe": "sdar-30b",
+    "rnd1": "rnd1",
+    "llada": "llada-moe-7b",
+    "diffusion_gemma": "diffusion-gemma-26b",
+}
 # What a GPU is taken to be where nobody says.
 DEFAULT_GPU_HARDWARE = "rtx4090-ddr5"
 
@@ -98,14 +105,45 @@ class OpenedModel:
 
 
 def open_sizes(
-    model: str | Path, wanted: EngineConfig | None = None, *, hub_cache: Path | None = None
+    model: str | Path,
+    wanted: EngineConfig | None = None,
+    *,
+    form: str | None = None,
+    hub_cache: Path | None = None,
 ) -> OpenedModel:
     """The sizes of `demo`, a directory, a hub id in the local cache, or a shape of shapes.py.
 
-    Headers say them; where weights are missing, config.json does.
-    Raises: ModelNotFoundError; CheckpointError where what is there cannot be read.
+    Headers say them; where weights are missing, config.json does. `form`: a quantised one, such as
+    int4, that the experts of what is no such pack yet are taken to have.
+    Raises: ModelNotFoundError; CheckpointError where what is there cannot be read; ConfigError for
+    a form that no kernel reads or that a pack has not.
     """
-    wanted = wanted or EngineConfig()
+    opened = _open_as_stored(model, wanted or EngineConfig(), hub_cache)
+    return opened if form is None else _as_pack(opened, QuantSpec.parse(form))
+
+
+def _as_pack(opened: OpenedModel, quant: QuantSpec) -> OpenedModel:
+    """The sizes of what `oled-moe pack` would make. Raises: ConfigError for another form's pack."""
+    layout = opened.weights.layout
+    if layout.quant == quant:
+        return opened
+    if layout.quant is not None:
+        raise ConfigError(
+            f"dtype is '{quant}' and {opened.name} is packed as {layout.quant}; leave dtype out"
+        )
+    layout = replace(layout, quant=quant)
+    shape = replace(opened.sizes.shape, expert_bytes=layout.slot_bytes)
+    note = f"experts as `oled-moe pack` makes them with --dtype {quant}"
+    return replace(
+        opened,
+        # A pack's slots are read as they lie.
+        weights=replace(opened.weights, layout=layout, read_slots=1),
+        sizes=replace(opened.sizes, shape=shape, expert_form=str(quant)),
+        notes=(*opened.notes, note),
+    )
+
+
+def _open_as_stored(model: str | Path, wanted: EngineConfig, hub_cache: Path | None) -> OpenedModel:
     name = str(model)
     if shape_name(name) in SHAPES and not Path(name).exists():
         shape = find_shape(name)
@@ -180,8 +218,8 @@ def _opened(
     if capacity is not None:
         notes = [
             *notes,
-            f"block routing: {block_routing_words(capacity, config.num_experts)}; the active "
-            "experts predicted here are those of models without it",
+            f"block routing: {block_routing_words(capacity, config.num_experts)}; which experts "
+            "these are is made up",
         ]
     return OpenedModel(
         name=name,
@@ -202,13 +240,19 @@ def _denoising(family: Family, config: ModelConfig, defaults: SamplingParams) ->
     max_tokens = defaults.max_tokens or 256
     is_one_block = set(decoding.algorithms) <= set(ONE_BLOCK_ALGORITHMS)
     block_length = max_tokens if is_one_block else defaults.block_length or DEFAULT_BLOCK_LENGTH
-    # One block is filled in so many steps; elsewhere confidence decides.
+    block_length = min(block_length, MAX_BLOCK_LENGTH)
+    # One block is filled in so many steps, a random canvas in so many at most; elsewhere confidence
+    # decides.
     tokens_per_step = max_tokens / (defaults.steps or max_tokens) if is_one_block else 0.0
+    if decoding.canvas_length:
+        tokens_per_step = block_length / (defaults.steps or DEFAULT_RENOISING_STEPS)
     return Denoising(
-        block_length=min(block_length, MAX_BLOCK_LENGTH),
+        block_length=block_length,
         canvas_tokens=max_tokens if decoding.is_whole else 0,
         tokens_per_step=tokens_per_step,
         preset=_PRESETS.get(family.name),
+        expert_capacity=decoding.expert_capacity or 0,
+        is_random=decoding.canvas_length > 0,
     )
 
 
@@ -305,8 +349,10 @@ def _model_sizes(family: Family, config: ModelConfig, weights: WeightSizes) -> M
         head_bytes=prod(vocabulary) * item_bytes,
         vocab_size=config.vocab_size,
         kv_bytes_per_token=config.kv_size * item_bytes,
-        attention_size=config.num_layers * config.num_heads * config.head_size,
+        attention_size=config.query_size,
         dtype=str(layout.dtype).removeprefix("torch."),
+        expert_form="" if layout.quant is None else str(layout.quant),
+        plain_expert_bytes=replace(layout, quant=None).slot_bytes,
     )
 
 

@@ -70,8 +70,15 @@ TYPICAL = "typical text"
 # How far off the arithmetic may be besides: where the machine was measured, where it was busy with
 # other work then, and where it was not measured.
 MEASURED_MARGIN, DISTURBED_MARGIN, GUESSED_MARGIN = 0.2, 0.4, 0.5
-# Presets of families of which no count of active experts is published.
-_ASSUMED = ("sdar-30b", "rnd1", "llada-moe-7b")
+# Presets of families of which no count of active experts is published, and what is assumed.
+_ASSUMED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("sdar-30b", "rnd1", "llada-moe-7b"),
+        "what tokens with as much in common as LLaDA2.0-mini's would",
+    ),
+    "diffusion-gemma-26b": "what tokens with half as much in common as LLaDA2.0-mini's would, "
+    "since none of them is a mask",
+}
 # Seconds per token: people read about five words, seven tokens, a second.
 SPEEDS = ((0.02, "fast"), (0.1, "good"), (0.5, "usable"))
 SLOWEST = "slow"
@@ -85,6 +92,10 @@ _MAX_TRACE_PROMPT = 256
 # Of a canvas every position is in every forward: fewer and shorter requests hold as many tokens.
 _NUM_CANVAS_REQUESTS = 2
 _CANVAS_ANSWER_TOKENS = 32
+# Of blocks this long one alone is answered by each of few requests.
+_LONG_BLOCK = 128
+# Of a block, where steps are set: routes of more would only be more of the same.
+_MAX_TRACED_STEPS = 12
 # Longest prompt part in one forward, as the engine's.
 _MAX_PREFILL_TOKENS = 2048
 # From this size of an expert on, a model is taken to route like LLaDA2.0-flash.
@@ -102,7 +113,8 @@ class ModelSizes:
     """What a forward of a model reads and computes. Units: bytes.
 
     `body_bytes`: matrices of all layers outside the routed experts; `head_bytes`: the output head;
-    `attention_size`: heads · head size, summed over layers.
+    `attention_size`: heads · head size, summed over layers. `expert_form`: how routed experts are
+    quantised, empty where they are of `dtype`; `plain_expert_bytes`: one of them in `dtype`.
     """
 
     shape: MoeShape
@@ -112,6 +124,8 @@ class ModelSizes:
     kv_bytes_per_token: int
     attention_size: int
     dtype: str
+    expert_form: str = ""
+    plain_expert_bytes: int = 0
 
     @property
     def item_bytes(self) -> int:
@@ -125,21 +139,25 @@ class Denoising:
     `canvas_tokens`: those of an answer, where every forward takes prompt and answer whole; 0 where
     it takes a block. `tokens_per_step`: how many a step accepts, where that is set; 0 where
     confidence decides. `preset`: synthetic routing that comes nearest; None chooses LLaDA2.0-mini's
-    or -flash's by the size of the experts.
+    or -flash's by the size of the experts. `expert_capacity`: experts of a layer that a block
+    admits, 0 for all. `is_random`: blocks begin as random tokens behind a prompt that was read
+    whole; every step looks at all of a block, and tells the next what it predicted.
     """
 
     block_length: int = DEFAULT_BLOCK_LENGTH
     canvas_tokens: int = 0
     tokens_per_step: float = 0.0
     preset: str | None = None
+    expert_capacity: int = 0
+    is_random: bool = False
 
     def __post_init__(self) -> None:
         check_int("block_length", self.block_length, minimum=1, maximum=MAX_BLOCK_LENGTH)
         check_int("canvas_tokens", self.canvas_tokens, minimum=0)
 
-    def preset_for(self, shape: MoeShape) -> str:
-        """The preset's name."""
-        is_large = shape.expert_bytes >= _FLASH_EXPERT_BYTES
+    def preset_for(self, plain_expert_bytes: int) -> str:
+        """The preset's name, by the size of experts that are not quantised."""
+        is_large = plain_expert_bytes >= _FLASH_EXPERT_BYTES
         return self.preset or ("llada2-flash" if is_large else "llada2-mini")
 
 
@@ -257,12 +275,22 @@ def predict(
             "a policy that an engine can run"
         )
     times = Times(sizes, residency, hardware)
-    preset = denoising.preset_for(sizes.shape)
+    preset = denoising.preset_for(sizes.plain_expert_bytes or sizes.shape.expert_bytes)
     notes: list[str] = []
+    if denoising.is_random:
+        notes.append(
+            "a canvas is taken to need every step that it may: one that settles before is done "
+            "sooner, and how many are is published nowhere"
+        )
+    if sizes.expert_form and not times.has_form_rates:
+        notes.append(
+            f"how fast experts of {sizes.expert_form} are computed was not measured: their own "
+            f"bytes at the rates of {sizes.dtype}, and as much arithmetic as {sizes.dtype} takes"
+        )
     if preset in _ASSUMED:
         notes.append(
-            "how many experts this family activates is not published: taken to be what tokens with "
-            "as much in common as LLaDA2.0-mini's would"
+            "how many experts this family activates is not published: taken to be "
+            f"{_ASSUMED[preset]}"
         )
     runs = []
     for text, kind in TEXTS.items():
@@ -348,9 +376,10 @@ class Times:
         self.sizes, self.residency, self.hardware = sizes, residency, hardware
         self.is_gpu = residency.device == "cuda"
         place = "cuda" if self.is_gpu else "cpu"
-        self._expert = _Product(hardware, place, "expert", sizes.dtype)
+        self._expert = _ExpertProduct(hardware, place, sizes)
         self._dense = _Product(hardware, place, "dense", sizes.dtype)
-        self._cpu_expert = _Product(hardware, "cpu", "expert", sizes.dtype)
+        self._cpu_expert = _ExpertProduct(hardware, "cpu", sizes)
+        self.has_form_rates = self._expert.has_form_rates
         expert_bytes = sizes.shape.expert_bytes
         disk_s = expert_bytes / max(
             hardware.disk_direct_bytes_per_s, hardware.disk_buffered_bytes_per_s
@@ -364,11 +393,11 @@ class Times:
 
     def experts_s(self, num_tokens: npt.ArrayLike) -> float:
         """Of experts in slots, each with so many tokens."""
-        return float(self._expert.seconds(self.sizes.shape.expert_bytes, num_tokens).sum())
+        return float(self._expert.seconds(num_tokens).sum())
 
     def cpu_experts_s(self, num_tokens: npt.ArrayLike) -> float:
         """Of experts computed where they lie, in RAM."""
-        return float(self._cpu_expert.seconds(self.sizes.shape.expert_bytes, num_tokens).sum())
+        return float(self._cpu_expert.seconds(num_tokens).sum())
 
     def body_s(self, num_tokens: float) -> float:
         """Of attention's projections, routers, shared experts and dense layers."""
@@ -402,9 +431,17 @@ class Times:
 
 
 class _Product:
-    """Times of weights that meet rows, at one place and dtype."""
+    """Times of weights that meet rows, at one place and dtype; `form` where they are quantised."""
 
-    def __init__(self, hardware: HardwareProfile, place: str, operation: str, dtype: str) -> None:
+    def __init__(
+        self,
+        hardware: HardwareProfile,
+        place: str,
+        operation: str,
+        dtype: str,
+        *,
+        form: str | None = None,
+    ) -> None:
         is_gpu = place == "cuda" and hardware.device_weight_bytes_per_s is not None
         weight_rate = hardware.device_weight_bytes_per_s if is_gpu else None
         token_rate = hardware.device_token_weight_bytes_per_s if is_gpu else None
@@ -419,23 +456,38 @@ class _Product:
         rates = sorted(
             (rate.num_rows, 1 / rate.bytes_per_s)
             for rate in hardware.weight_rates
-            if (rate.place, rate.operation, rate.dtype) == (place, operation, dtype)
+            if (rate.place, rate.operation, rate.dtype) == (place, operation, form or dtype)
         )
         self._rows = np.array([rows for rows, _ in rates], dtype=np.float64)
         self._s_per_byte = np.array([seconds for _, seconds in rates], dtype=np.float64)
 
-    def seconds(self, num_bytes: float, num_rows: npt.ArrayLike) -> FloatArray:
-        """Seconds of each product of `num_bytes` of weights with so many rows."""
+    @property
+    def is_measured(self) -> bool:
+        """Whether times by rows are known of just this product."""
+        return len(self._rows) > 0
+
+    def seconds(
+        self, num_bytes: float, num_rows: npt.ArrayLike, plain_bytes: float | None = None
+    ) -> FloatArray:
+        """Seconds of each product of weights that take `num_bytes` with so many rows.
+
+        `plain_bytes`: what these weights would take in the product's dtype, which says how much
+        arithmetic they are; None where they do take that.
+        """
         rows = np.asarray(num_rows, dtype=np.float64)
-        if len(self._rows):
-            measured: FloatArray = num_bytes * self._interpolate(rows)
+        plain_bytes = num_bytes if plain_bytes is None else plain_bytes
+        if self.is_measured:
+            # The fewest rows are mostly reading, what more take besides is arithmetic.
+            s_per_byte = self._interpolate(rows)
+            further = np.maximum(0.0, s_per_byte - self._s_per_byte[0])
+            measured: FloatArray = num_bytes * s_per_byte + (plain_bytes - num_bytes) * further
             return measured
         if self._has_roofline:
             read_s = num_bytes / self.read_bytes_per_s
-            bound: FloatArray = np.maximum(read_s, self.arithmetic_s(num_bytes, rows))
+            bound: FloatArray = np.maximum(read_s, self.arithmetic_s(plain_bytes, rows))
             return bound
         affine: FloatArray = np.asarray(
-            num_bytes / self._base_rate + rows * (num_bytes / self._token_rate)
+            num_bytes / self._base_rate + rows * (plain_bytes / self._token_rate)
         )
         return affine
 
@@ -456,6 +508,27 @@ class _Product:
             slope = max(0.0, (values[-1] - values[-2]) / (known[-1] - known[-2]))
             found = found + slope * np.maximum(0.0, rows - known[-1])
         return found
+
+
+class _ExpertProduct:
+    """Times of a model's experts, quantised or not, at one place: as measured in their own form,
+    else their own bytes at the rates of their dtype, and its arithmetic."""
+
+    def __init__(self, hardware: HardwareProfile, place: str, sizes: ModelSizes) -> None:
+        self._num_bytes, self._plain_bytes = sizes.shape.expert_bytes, sizes.plain_expert_bytes
+        self._product = _Product(hardware, place, "expert", sizes.dtype)
+        self.has_form_rates = False
+        if not sizes.expert_form:
+            self._plain_bytes = self._num_bytes
+            return
+        own = _Product(hardware, place, "expert", sizes.dtype, form=sizes.expert_form)
+        if own.is_measured:
+            self._product, self._plain_bytes = own, self._num_bytes
+            self.has_form_rates = True
+
+    def seconds(self, num_rows: npt.ArrayLike) -> FloatArray:
+        """Seconds of each of several experts with so many rows."""
+        return self._product.seconds(self._num_bytes, num_rows, self._plain_bytes)
 
 
 # Replays
@@ -575,16 +648,21 @@ class _Replay:
     def _request_changes(self) -> dict[str, Any]:
         """Lengths of the traced requests, which are shorter than those predicted for."""
         length, is_canvas = self._traced_block, bool(self.denoising.canvas_tokens)
+        is_few = is_canvas or length >= _LONG_BLOCK
         least_prompt = 2 * length if self._num_prefill_tokens else 1
-        answer = _CANVAS_ANSWER_TOKENS if is_canvas else max(_ANSWER_TOKENS, 2 * length)
+        answer = max(_ANSWER_TOKENS, length if is_few else 2 * length)
+        # A part of a token accepts none: then steps are more than tokens.
+        tokens_per_step = ceil(self.denoising.tokens_per_step)
+        if tokens_per_step and not is_canvas:
+            tokens_per_step = max(tokens_per_step, ceil(length / _MAX_TRACED_STEPS))
         return {
             "is_canvas": is_canvas,
             "block_length": length,
-            # A part of a token accepts none: then steps are more than tokens.
-            "tokens_per_step": ceil(self.denoising.tokens_per_step),
-            "num_requests": _NUM_CANVAS_REQUESTS if is_canvas else _NUM_REQUESTS,
-            "prompt_tokens": min(max(self.prompt_tokens, least_prompt), _MAX_TRACE_PROMPT),
-            "answer_tokens": answer,
+            "tokens_per_step": tokens_per_step,
+            "expert_capacity": self.denoising.expert_capacity,
+            "num_requests": _NUM_CANVAS_REQUESTS if is_few else _NUM_REQUESTS,
+            "prompt_tokens": max(least_prompt, min(self.prompt_tokens, _MAX_TRACE_PROMPT)),
+            "answer_tokens": _CANVAS_ANSWER_TOKENS if is_canvas else answer,
         }
 
     @property
@@ -594,9 +672,9 @@ class _Replay:
 
     @property
     def _num_prefill_tokens(self) -> int:
-        """Tokens of the prompt's whole blocks; the rest is part of the first block. A canvas takes
-        its prompt along in every forward."""
-        length = self.denoising.block_length
+        """Tokens of the prompt's whole blocks; the rest is part of the first block, unless blocks
+        are random. A canvas takes its prompt along in every forward."""
+        length = 1 if self.denoising.is_random else self.denoising.block_length
         return 0 if self.denoising.canvas_tokens else self.prompt_tokens // length * length
 
     def _row_scale(self, context: ForwardContext) -> float:
@@ -608,9 +686,12 @@ class _Replay:
         return min(self._num_prefill_tokens, _MAX_PREFILL_TOKENS) / context.num_tokens
 
     def _num_logits(self, context: ForwardContext) -> float:
-        """Masks of the block at work; decoding looks at no other position."""
+        """Masks of the block at work, or all of it where there is no mask; decoding looks at no
+        other position."""
         if not context.is_denoise:
             return 0.0
+        if self.denoising.is_random:
+            return float(self.denoising.block_length)
         length, states = self._traced_block, context.token_state
         masked = np.flatnonzero(states == TokenState.MASKED)
         if self.denoising.canvas_tokens and len(masked):
@@ -619,12 +700,19 @@ class _Replay:
             masked = masked[masked < end]
         return len(masked) * self.denoising.block_length / length
 
+    def _head_s(self, context: ForwardContext) -> float:
+        """Of logits and sampling, and of as much again where the next step is told of them."""
+        passes = 2 if self.denoising.is_random else 1
+        return passes * self.times.head_s(self._num_logits(context))
+
     def _num_positions(self, context: ForwardContext) -> float:
         """Keys and values that a forward's tokens look at."""
         if self.denoising.canvas_tokens:
             return self.prompt_tokens + self.denoising.canvas_tokens
         if context.is_prefill:
             return self._num_prefill_tokens / 2
+        if self.denoising.is_random:
+            return self.prompt_tokens + self.denoising.block_length
         return self.prompt_tokens + _ANSWER_TOKENS / 2
 
     def _lanes(self, work: _Work) -> _Lanes:
@@ -634,7 +722,7 @@ class _Replay:
         device_s = (
             self.scale * work.device_s
             + times.body_s(num_tokens)
-            + times.head_s(self._num_logits(context))
+            + self._head_s(context)
             + times.attention_s(num_tokens, self._num_positions(context))
             + times.software_s(num_copies)
         )
@@ -716,7 +804,7 @@ class _Replay:
         mean = self._mean_over(ids)
         contexts = [self.work[i].context for i in ids]
         num_tokens = float(np.mean([c.num_tokens * self._row_scale(c) for c in contexts]))
-        head_s = float(np.mean([times.head_s(self._num_logits(c)) for c in contexts]))
+        head_s = float(np.mean([self._head_s(c) for c in contexts]))
         expert_bytes = sizes.shape.expert_bytes
         device = "GPU" if times.is_gpu else "compute"
         num_cpu = mean("num_cpu_runs")
@@ -731,7 +819,10 @@ class _Replay:
                 device, "attention, routers, shared experts", sizes.body_bytes,
                 times.body_s(num_tokens),
             ),
-            _term(device, "output head, sampling", sizes.head_bytes, head_s),
+            _term(
+                device, "output head, sampling",
+                sizes.head_bytes * (2 if self.denoising.is_random else 1), head_s,
+            ),
             _term(
                 device, "keys and values", sizes.kv_bytes_per_token * positions,
                 times.attention_s(num_tokens, positions),

@@ -37,10 +37,13 @@ from oled_moe.errors import CheckpointError, ConfigError, DoesNotFitError, OledM
 from oled_moe.kernels import KERNELS, ExpertKernel
 from oled_moe.kernels.linear import linear
 from oled_moe.kernels.native import native_kernels
+from oled_moe.packs import expert_dtype_name
+from oled_moe.quantization import QuantSpec, quantize
 from oled_moe.store import (
     READ_METHODS,
     DiskExpertStore,
     ExpertLayout,
+    ExpertWeights,
     FileSpan,
     PlacedSpan,
     SlotArena,
@@ -235,6 +238,7 @@ def measure_hardware(
     directory: Path,
     expert_shape: tuple[int, int],
     dtype: torch.dtype,
+    quant: QuantSpec | None = None,
     threads: int | None = None,
     is_quick: bool = False,
     report: Callable[[str], None] | None = None,
@@ -242,9 +246,10 @@ def measure_hardware(
 ) -> Measurements:
     """Measure memory, arithmetic, experts of shape (D, F) and the disk that holds `directory`.
 
-    `threads` None takes all usable cores. `report` is told each step as it begins. `effort`
-    overrides what `is_quick` chooses. A scratch file is written in `directory`, at most a quarter
-    of what is free there; it is unlinked before it is filled, so nothing can leave it behind.
+    `quant`: a form of experts that is timed too. `threads` None takes all usable cores. `report` is
+    told each step as it begins. `effort` overrides what `is_quick` chooses. A scratch file is
+    written in `directory`, at most a quarter of what is free there; it is unlinked before it is
+    filled, so nothing can leave it behind.
 
     Raises: ConfigError for a parameter that is not allowed, DoesNotFitError where memory cannot
     hold a few experts.
@@ -276,7 +281,7 @@ def measure_hardware(
         is_small = threads is None and layout.weight_bytes < SMALL_EXPERT_BYTES
         with _torch_threads(1 if is_small else num_threads):
             say("experts on the CPU")
-            products = _expert_products(layout, arena, effort, warnings)
+            products = _expert_products(layout, quant, arena, effort, warnings)
             say("dense products")
             products += _dense_products(layout, arena, effort)
         say("copies of experts")
@@ -610,30 +615,51 @@ def _matrix_rate(dtype: torch.dtype, effort: Effort) -> tuple[Figure, int]:
 def _fill_slots(layout: ExpertLayout, arena: Tensor) -> None:
     """The same random weights in every slot. Mutates: arena."""
     generator = torch.Generator().manual_seed(0)
-    slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
-    for matrix in layout.views(slot):
+    plain = replace(layout, quant=None)
+    random = torch.zeros(plain.slot_bytes, dtype=torch.uint8)
+    for matrix in plain.views(random):
         matrix.normal_(std=0.02, generator=generator)
+    slot = random if layout.quant is None else _quantised(layout, plain.views(random))
     arena.copy_(slot.expand_as(arena))
 
 
+def _quantised(layout: ExpertLayout, weights: ExpertWeights) -> Tensor:
+    """A slot of quantised weights, rounded the quickest way."""
+    assert layout.quant is not None
+    slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
+    matrices = (*weights.gate_up.chunk(2), weights.down)
+    for target, matrix in zip(layout.packed_views(slot), matrices, strict=True):
+        target.copy_(quantize(matrix, layout.quant, "nearest"))
+    return slot
+
+
 def _expert_products(
-    layout: ExpertLayout, arena: Tensor, effort: Effort, warnings: list[str]
+    layout: ExpertLayout,
+    quant: QuantSpec | None,
+    arena: Tensor,
+    effort: Effort,
+    warnings: list[str],
 ) -> tuple[ProductTime, ...]:
-    """Experts in the layout's dtype and in the others; the arena holds the last afterwards."""
+    """Experts in the layout's dtype, in the others and in a quantised form, where there is one.
+
+    Mutates: arena, which holds the last afterwards.
+    """
     products, uneven = [], []
     dtypes = dict.fromkeys((layout.dtype, *MEASURED_DTYPES))
-    for dtype in dtypes:
-        typed = replace(layout, dtype=dtype)
+    layouts = [replace(layout, dtype=dtype) for dtype in dtypes]
+    if quant is not None:
+        layouts.append(replace(layout, quant=quant))
+    for typed in layouts:
         slots = arena.view(-1)[: arena.numel() // typed.slot_bytes * typed.slot_bytes]
         if len(slots) < 2 * typed.slot_bytes:
             continue
         slots = slots.view(-1, typed.slot_bytes)
-        if dtype != layout.dtype:
+        if typed != layout:
             _fill_slots(typed, slots)
         kernel = KERNELS["cpu"](torch.get_num_threads())
         found, crowded = expert_products("cpu", kernel, SlotArena(typed, slots), effort)
         products += found
-        uneven += crowded if dtype == layout.dtype else []
+        uneven += crowded if typed == layout else []
     if uneven:
         warnings.append(f"times of experts on {', '.join(map(str, uneven))} rows {_UNEVEN}")
     return tuple(products)
@@ -667,7 +693,7 @@ def expert_products(
 
         num_calls = max(3, effort.num_expert_calls // group)
         times = [each / group for each in _repeat(compute, num_calls, effort.step_budget_s)]
-        name = str(layout.dtype).removeprefix("torch.")
+        name = expert_dtype_name(layout)
         products.append(
             ProductTime(place, "expert", name, num_rows, layout.slot_bytes, Figure.of(times))
         )

@@ -5,7 +5,8 @@ whatever happens meanwhile, nothing that looks finished is left, and the next ca
 shards that are complete. One process writes, others wait for it.
 
     shard 1      | embeddings, head, attention, norms, dense layers, routers |
-    shard 2 + n  | experts of MoE layer n: gate, up, down of each, one behind the other |
+    shard 2 + n  | experts of MoE layer n: gate, up, down of each, one behind the other, or, as
+                   the family has them, gate and up of all, and down of all |
 
 Values come from one pool of random numbers, taken at another offset for every tensor.
 """
@@ -14,6 +15,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +46,9 @@ _STD = 0.02
 _CHUNK_BYTES = 64 * 2**20
 # Left free on the disk: other programs want to write too.
 _SPARE_BYTES = 2**30
+
+# Norms, and what else multiplies.
+_SCALE_NAME = re.compile(r"(norm(_\d)?\.weight|scale|scalar)$")
 
 Pool = npt.NDArray[np.uint8]
 # Is told (what, bytes done, bytes in all).
@@ -96,7 +101,7 @@ def checkpoint_shards(config: Mapping[str, Any]) -> list[ShardSpec]:
 
     In each shard tensors of whole pages come first, so that these begin at whole pages.
     Raises: CheckpointError for a config that no family here reads, or whose experts are named
-    otherwise than one tensor for each matrix.
+    otherwise than here: a tensor for each matrix, or for all of a layer's of one kind.
     """
     family = find_family(config)
     model = family.config(config)
@@ -105,9 +110,8 @@ def checkpoint_shards(config: Mapping[str, Any]) -> list[ShardSpec]:
     dense.sort(key=lambda tensor: tensor.num_bytes % PAGE_BYTES != 0)
     num_files = 1 + model.num_moe_layers
     shards = [ShardSpec(_shard_name(1, num_files), tuple(dense))]
-    for number, prefix in enumerate(_expert_prefixes(family, model), start=2):
-        tensors = tuple(_expert_tensors(prefix, model))
-        shards.append(ShardSpec(_shard_name(number, num_files), tensors))
+    for number, tensors in enumerate(_expert_layers(family, model), start=2):
+        shards.append(ShardSpec(_shard_name(number, num_files), tuple(tensors)))
     if len(shards) != num_files:
         raise CheckpointError(
             f"config.json: model_type is {family.name!r}, whose experts have names that random "
@@ -116,14 +120,18 @@ def checkpoint_shards(config: Mapping[str, Any]) -> list[ShardSpec]:
     return shards
 
 
-def _expert_prefixes(family: Family, model: ModelConfig) -> Iterator[str]:
-    """What the names of the experts of each MoE layer begin with; the family knows its layers."""
+def _expert_layers(family: Family, model: ModelConfig) -> Iterator[Iterator[TensorSpec]]:
+    """The tensors of each MoE layer's experts, by the first names that the family knows."""
     weight_map = family.weight_map(model)
     for layer in range(model.num_layers):
-        prefix = f"model.layers.{layer}.mlp.experts"
-        with suppress(KeyError, CheckpointError):
-            if isinstance(weight_map(f"{prefix}.0.gate_proj.weight"), ExpertPart):
-                yield prefix
+        for prefix, first, tensors in (
+            (f"model.layers.{layer}.mlp.experts", "0.gate_proj.weight", _expert_tensors),
+            (f"model.decoder.layers.{layer}.experts", "gate_up_proj", _stacked_tensors),
+        ):
+            with suppress(KeyError, CheckpointError):
+                if isinstance(weight_map(f"{prefix}.{first}"), ExpertPart):
+                    yield tensors(prefix, model)
+                    break
 
 
 def _expert_tensors(prefix: str, model: ModelConfig) -> Iterator[TensorSpec]:
@@ -132,6 +140,13 @@ def _expert_tensors(prefix: str, model: ModelConfig) -> Iterator[TensorSpec]:
     for expert in range(model.num_experts):
         for matrix, shape in (("gate", size), ("up", size), ("down", size[::-1])):
             yield TensorSpec(f"{prefix}.{expert}.{matrix}_proj.weight", shape)
+
+
+def _stacked_tensors(prefix: str, model: ModelConfig) -> Iterator[TensorSpec]:
+    """The matrices of all experts of a layer, one tensor for each kind."""
+    num, inner, hidden = model.num_experts, model.moe_intermediate_size, model.hidden_size
+    yield TensorSpec(f"{prefix}.gate_up_proj", (num, 2 * inner, hidden))
+    yield TensorSpec(f"{prefix}.down_proj", (num, hidden, inner))
 
 
 def checkpoint_bytes(config: Mapping[str, Any]) -> int:
@@ -349,8 +364,8 @@ class _Writer:
 
 
 def _values(tensor: TensorSpec, pool: Pool) -> Iterator[memoryview]:
-    """The bytes of a tensor: ones for norms, the pool from an offset of the name's own else."""
-    if tensor.name.endswith("norm.weight"):
+    """The bytes of a tensor: ones where it scales, else the pool from an offset of the name's."""
+    if _SCALE_NAME.search(tensor.name):
         ones = torch.ones(tensor.num_bytes // _VALUE_BYTES, dtype=torch.bfloat16)
         yield memory_of(ones.view(torch.uint8))
         return

@@ -24,7 +24,8 @@ from oled_moe.counters import ExpertCounters
 from oled_moe.engine import Engine
 from oled_moe.errors import ConfigError, TraceError
 from oled_moe.kv_cache import SequenceKv
-from oled_moe.layers import ForwardBatch, Segment
+from oled_moe.layers import ForwardBatch, Logits, Segment
+from oled_moe.models import ConditionedModel
 from oled_moe.policies import OffloadPolicy
 from oled_moe.registry import parse_spec
 from oled_moe.roofline import ForwardWork
@@ -232,6 +233,9 @@ class Replayer:
         )
         self._random = np.random.default_rng(seed)
         self._is_recorded = trace.source == "recorded"
+        # Models without a mask look at all of a canvas, and are told of the step before.
+        self._has_random_canvas = engine.model_config.decoding.canvas_length > 0
+        self._conditions: dict[int, torch.Tensor] = {}
         self._observed = _Observed()
 
     def run(
@@ -297,6 +301,11 @@ class Replayer:
             is_known = (context.token_ids >= 0) & (context.token_ids < vocab_size)
             token_ids = np.where(is_known, context.token_ids, token_ids)
         is_masked = context.token_state == TokenState.MASKED
+        if self._has_random_canvas:
+            token_ids = np.where(
+                is_masked, self._random.integers(0, vocab_size, len(is_masked)), token_ids
+            )
+            return torch.from_numpy(token_ids)
         return torch.from_numpy(np.where(is_masked, self._params.mask_token_id, token_ids))
 
     def _forward(self, forward: TraceForward, token_ids: torch.Tensor) -> None:
@@ -318,10 +327,23 @@ class Replayer:
         logits_NV = engine.model.forward(batch)
         if logits_NV is not None:
             sample(logits_NV, self._params, None)
+            self._remember(context, logits_NV)
         engine.experts.end_forward(forward.outcome)
         for request_id in forward.ended_requests:
             self._kv.pop(request_id)
+            self._conditions.pop(request_id, None)
             engine.cache.end_request(request_id)
+
+    def _remember(self, context: ForwardContext, logits_NV: Logits) -> None:
+        """What each canvas's next step is told, if the model is told anything."""
+        model = self._engine.model
+        if not isinstance(model, ConditionedModel):
+            return
+        assert isinstance(logits_NV, torch.Tensor)
+        denoised = [row for row in context.rows if row.phase == Phase.DENOISE]
+        parts = torch.split(logits_NV, [row.num_tokens for row in denoised])
+        for row, logits_CV in zip(denoised, parts, strict=True):
+            self._conditions[row.request_id] = model.condition(logits_CV)
 
     def _segments(self, forward: TraceForward) -> tuple[Segment, ...]:
         """One for each row; sequences advance to where the first of their rows begins."""
@@ -352,6 +374,7 @@ class Replayer:
                     row.phase == Phase.DENOISE,
                     start - kv.length,
                     self._logit_tokens(forward, here) if row.phase == Phase.DENOISE else None,
+                    self._conditions.get(row.request_id) if row.step_id else None,
                 )
             )
             first += row.num_tokens
@@ -363,7 +386,7 @@ class Replayer:
         how sure a model would be, but decoding looks at masks alone."""
         is_told = ~np.isnan(forward.outcome.token_confidence[here])
         is_wanted = is_told & (forward.context.token_state[here] == TokenState.MASKED)
-        if self._is_recorded or not is_wanted.any():
+        if self._is_recorded or self._has_random_canvas or not is_wanted.any():
             is_wanted = is_told
         return torch.from_numpy(is_wanted.nonzero()[0])
 

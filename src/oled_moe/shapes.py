@@ -36,6 +36,14 @@ _LLADA2: dict[str, Any] = {
     "eos_token_id": 156892,
     "pad_token_id": 156892,
 }
+_LLADA2_FLASH: dict[str, Any] = {
+    **_LLADA2,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 9216,
+    "moe_intermediate_size": 1024,
+}
 # SDAR-30B-A3B and RND1 are the same network, trained from the same model.
 _QWEN3_MOE: dict[str, Any] = {
     "vocab_size": 151936,
@@ -134,16 +142,25 @@ _SHAPES = (
     ),
     Shape(
         "llada2-flash",
-        {
-            **_LLADA2,
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "intermediate_size": 9216,
-            "moe_intermediate_size": 1024,
-        },
+        _LLADA2_FLASH,
         num_dense_layers=1,
         preset="llada2-flash",
+    ),
+    # What FLX-OSS/FluxServe and sgl-project/sglang PR 31768 say of it.
+    Shape(
+        "llada2.2-flash",
+        {
+            **_LLADA2_FLASH,
+            "rope_theta": 3000000.0,
+            "expert_capacity": 48,
+            "block_size": 32,
+            "delete_token_id": 156930,
+            "split_token_id": 156931,
+        },
+        num_dense_layers=1,
+        preset="llada2.2-flash",
+        note="taken to be LLaDA2.0-flash with block routing, from descriptions: no config.json of "
+        "it was at hand",
     ),
     Shape(
         "sdar-30b",
@@ -182,6 +199,36 @@ _SHAPES = (
         },
         preset="llada-moe-7b",
     ),
+    # Layers and their heads as the header of a GGUF of it says (lemonade-sdk/lemonade issue 2531),
+    # the rest as the defaults of its class in Transformers.
+    Shape(
+        "diffusion-gemma-26b",
+        {
+            "model_type": "diffusion_gemma",
+            "canvas_length": 256,
+            "text_config": {
+                "vocab_size": 262144,
+                "hidden_size": 2816,
+                "num_hidden_layers": 30,
+                "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "num_global_key_value_heads": 2,
+                "head_dim": 256,
+                "global_head_dim": 512,
+                "sliding_window": 1024,
+                "intermediate_size": 2112,
+                "moe_intermediate_size": 704,
+                "num_experts": 128,
+                "top_k_experts": 8,
+                "max_position_embeddings": 262144,
+                "eos_token_id": 1,
+            },
+        },
+        preset="diffusion-gemma-26b",
+        block_length=256,
+        note="text alone, without what it sees images with",
+    ),
 )
 SHAPES: Mapping[str, Shape] = MappingProxyType({shape.name: shape for shape in _SHAPES})
 
@@ -197,6 +244,8 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "sdar-30b-a3b-sci": "sdar-30b",
         "rnd1-base": "rnd1",
         "rnd1-base-0910": "rnd1",
+        "diffusiongemma-26b-a4b": "diffusion-gemma-26b",
+        "diffusiongemma-26b-a4b-it": "diffusion-gemma-26b",
         "llada-moe": "llada-moe-7b",
         "llada-moe-7b-a1b": "llada-moe-7b",
         "llada-moe-7b-a1b-base": "llada-moe-7b",

@@ -63,7 +63,9 @@ class SynthesisParams:
     less in the forward after its acceptance, `settle` what it keeps more later on; None sets
     `settle` so that confidence alone still gives `stability_high` on the whole. `ease` shifts
     the logit of confidence: easier text takes fewer steps. `tokens_per_step`: how many a step
-    accepts, the surest; 0 takes the threshold. With `is_canvas` every forward holds prompt, answer
+    accepts, the surest; 0 takes the threshold. `expert_capacity`: with block routing, how many
+    experts of a layer a block admits, 0 for all; here those that its tokens are likeliest to choose
+    as it begins, and prompts are free. With `is_canvas` every forward holds prompt, answer
     and all masks, and blocks follow the prompt. `model_seed` draws the model, `seed` the requests.
     `workload` is one of WORKLOADS, or mixed: each in turn.
     """
@@ -93,6 +95,7 @@ class SynthesisParams:
     settle: float | None = None
     ease: float = 2.8
     tokens_per_step: int = 0
+    expert_capacity: int = 0
     is_canvas: bool = False
     model_seed: int = 0
     seed: int = 0
@@ -105,6 +108,13 @@ class SynthesisParams:
             check_int(name, getattr(self, name), minimum=1)
         for name in ("prompt_tokens", "tokens_per_step", "model_seed", "seed"):
             check_int(name, getattr(self, name), minimum=0)
+        if self.expert_capacity:
+            check_int(
+                "expert_capacity",
+                self.expert_capacity,
+                minimum=self.top_k,
+                maximum=self.num_experts,
+            )
         check_choice("workload", self.workload, (*WORKLOADS, "mixed"))
         limits = {"sharpness": 20.0, "heterogeneity": 2.0, "dispersion": 1e6}
         for name in _FLOATS:
@@ -154,6 +164,18 @@ PRESETS: Mapping[str, SynthesisParams] = {
         topic=0.08,
         role=0.84,
     ),
+    # Block routing over flash's experts; how often a block's choice changes nobody has published.
+    "llada2.2-flash": SynthesisParams(
+        num_layers=31,
+        expert_bytes=25165824,
+        model_name="synthetic llada2.2-flash",
+        block_length=32,
+        sharpness=5.0,
+        popularity=0.06,
+        topic=0.08,
+        role=0.84,
+        expert_capacity=48,
+    ),
     # How many experts these activate nobody has published: parameters are mini's, an assumption.
     "sdar-30b": SynthesisParams(
         num_layers=48,
@@ -184,6 +206,22 @@ PRESETS: Mapping[str, SynthesisParams] = {
         block_length=32,
         num_requests=3,
         is_canvas=True,
+    ),
+    # A canvas is a block here: those before it are read once, and kept. Its random tokens are taken
+    # to have half of mini's in common, since none of them is a mask.
+    "diffusion-gemma-26b": SynthesisParams(
+        num_layers=30,
+        num_experts=128,
+        expert_bytes=11894784,
+        model_type="diffusion_gemma",
+        model_name="synthetic diffusion-gemma-26b",
+        block_length=256,
+        answer_tokens=256,
+        num_requests=2,
+        popularity=0.125,
+        topic=0.2,
+        role=0.15,
+        tokens_per_step=16,
     ),
 }
 
@@ -327,6 +365,8 @@ class _Request:
         is_prompt = states == TokenState.PROMPT
         own[is_prompt] = self._model.tokens[truth[is_prompt]]
         slowness = self._slowness(roles, own)
+        is_shut = self._shut_out(slowness)
+        slowness[:, is_shut] = np.inf
         ids, affinity = self._first_routes(self._race(slowness))
         step_id = 0
         while True:
@@ -344,6 +384,7 @@ class _Request:
             keep = self._keep_probability(confidence, is_masked, accepted)
             own[accepted] = self._model.tokens[truth[accepted]]
             slowness[accepted] = self._slowness(roles[accepted], own[accepted])
+            slowness[:, is_shut] = np.inf
             ids, affinity = self._next_routes(ids, affinity, slowness, keep)
             states[accepted] = TokenState.COMMITTED
             is_right = rng.random(length) < confidence
@@ -407,6 +448,14 @@ class _Request:
         slowness: Array32 = np.exp(-latent, dtype=np.float32)
         return slowness
 
+    def _shut_out(self, slowness: Array32) -> BoolArray:
+        """Experts that a block does not admit: all but those its tokens favour. Shapes: [L, E]."""
+        capacity = self._params.expert_capacity or self._params.num_experts
+        favour = (1 / slowness).sum(axis=0)
+        ranks = np.argsort(np.argsort(-favour, axis=1), axis=1)
+        is_shut: BoolArray = ranks >= capacity
+        return is_shut
+
     def _latent_slowness(self, token_ids: IntArray) -> Array32:
         return self._slowness(self._block_roles(len(token_ids)), self._model.tokens[token_ids])
 
@@ -441,7 +490,8 @@ class _Request:
         keep: npt.NDArray[np.float64],
     ) -> tuple[npt.NDArray[np.int16], Array32]:
         params, rng = self._params, self._rng
-        top_k, num_free = params.top_k, params.num_experts - params.top_k
+        num_open = params.expert_capacity or params.num_experts
+        top_k, num_free = params.top_k, num_open - params.top_k
         shape = ids.shape[:2]
         mean = np.clip(keep, 1e-3, 1 - 1e-3)[:, None]
         kept_share = rng.beta(mean * params.dispersion, (1 - mean) * params.dispersion, shape)

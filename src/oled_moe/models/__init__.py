@@ -51,6 +51,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def query_size(self) -> int:
+        """Numbers that queries of one position take, all layers together."""
+        ...
+
+    @property
     def activation(self) -> Activation:
         """What its experts do to their gate."""
         ...

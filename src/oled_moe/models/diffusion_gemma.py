@@ -113,6 +113,11 @@ class Config:
         return sum(2 * shape.num_kv_heads * shape.head_size for shape in shapes)
 
     @property
+    def query_size(self) -> int:
+        shapes = map(self.attention, range(self.num_layers))
+        return sum(self.num_heads * shape.head_size for shape in shapes)
+
+    @property
     def activation(self) -> Activation:
         return "gelu_tanh"
 

@@ -84,6 +84,10 @@ class Config:
         return 2 * self.num_layers * self.num_kv_heads * self.head_size
 
     @property
+    def query_size(self) -> int:
+        return self.num_layers * self.num_heads * self.head_size
+
+    @property
     def activation(self) -> Activation:
         return "silu"
 
