@@ -2,6 +2,7 @@
 
     python benchmarks/models.py                  # computes all rows, which takes minutes
     python benchmarks/models.py --only sizes     # or fits; the other's rows stay
+    python benchmarks/models.py --names rnd1     # of these shapes alone, by commas
     python benchmarks/models.py --tables-only    # the tables, from rows alone
     python benchmarks/models.py --take FILE      # rows of `oled-moe bench --shape --save FILE`, too
 
@@ -12,7 +13,7 @@ Writes results/raw/models.jsonl and what stands between the marks in docs/models
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -64,8 +65,9 @@ def expert_bytes(config: ModelConfig) -> dict[str, int]:
     return {form: each.slot_bytes for form, each in {"bf16": layout, **packed}.items()}
 
 
-def sizes_rows() -> Iterator[Row]:
-    for name, shape in SHAPES.items():
+def sizes_rows(names: Iterable[str] = SHAPES) -> Iterator[Row]:
+    for name in names:
+        shape = SHAPES[name]
         family = find_family(shape.config)
         config = family.config(shape.config)
         num_rest = sum(map(prod, family.parameter_shapes(config).values()))
@@ -88,9 +90,9 @@ def sizes_rows() -> Iterator[Row]:
         }
 
 
-def fits_rows() -> Iterator[Row]:
+def fits_rows(names: Iterable[str] = SHAPES) -> Iterator[Row]:
     hardware = load_hardware(HARDWARE)
-    for name in SHAPES:
+    for name in names:
         models = forms_of(name)
         for device in ("cuda", "cpu"):
             for memory_gib in MEMORIES_GIB:
@@ -311,6 +313,7 @@ def with_tables(text: str, found: Mapping[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python benchmarks/models.py")
     parser.add_argument("--only", choices=PARTS, help="the other part's rows stay as they are")
+    parser.add_argument("--names", type=lambda text: text.split(","), default=list(SHAPES))
     parser.add_argument("--tables-only", action="store_true")
     parser.add_argument("--take", type=Path, metavar="FILE")
     arguments = parser.parse_args()
@@ -322,9 +325,10 @@ def main() -> None:
         makers = {"sizes": sizes_rows, "fits": fits_rows}
         base = {"benchmark": "models", **provenance()}
         for part in PARTS if arguments.only is None else (arguments.only,):
-            made = [{**base, **row} for row in makers[part]()]
-            rows = [row for row in rows if row["part"] != part] + made
-        rows.sort(key=lambda row: PARTS.index(row["part"]))
+            made = [{**base, **row} for row in makers[part](arguments.names)]
+            kept = (r for r in rows if r["part"] != part or r["name"] not in arguments.names)
+            rows = [*kept, *made]
+        rows.sort(key=lambda row: (PARTS.index(row["part"]), list(SHAPES).index(row["name"])))
         ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     DOC.write_text(with_tables(DOC.read_text(encoding="utf-8"), tables(rows)), encoding="utf-8")
 

@@ -449,9 +449,10 @@ class _Request:
         return slowness
 
     def _shut_out(self, slowness: Array32) -> BoolArray:
-        """Experts that a block does not admit: all but those its tokens favour. Shapes: [L, E]."""
+        """Experts that a block does not admit: all but those that some token favours most.
+        Shapes: [L, E]."""
         capacity = self._params.expert_capacity or self._params.num_experts
-        favour = (1 / slowness).sum(axis=0)
+        favour = (1 / slowness).max(axis=0)
         ranks = np.argsort(np.argsort(-favour, axis=1), axis=1)
         is_shut: BoolArray = ranks >= capacity
         return is_shut
