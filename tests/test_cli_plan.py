@@ -25,6 +25,7 @@ from oled_moe.inspection import measure_software
 from oled_moe.model_paths import find_model
 from oled_moe.models import FAMILIES
 from oled_moe.outlook import Machine, imagine, open_sizes, plan_for
+from oled_moe.packing import pack_checkpoint
 from oled_moe.random_checkpoint import checkpoint_shards
 from oled_moe.shapes import SHAPES
 
@@ -146,6 +147,9 @@ def test_shapes_without_files(name: str) -> None:
         ("SDAR-30B-A3B-Chat", 4, 0, 98_304),
         ("RND1-Base-0910", 256, 256, 98_304),
         ("LLaDA-MoE-7B-A1B-Instruct", 32, 256, 131_072),
+        ("LLaDA2.2-flash", 32, 0, 65_536),
+        # Keys and values of 25 layers of 8 · 256 and 5 of 2 · 512.
+        ("DiffusionGemma-26B-A4B-it", 256, 0, 225_280),
     ],
 )
 def test_every_published_name_is_planned(
@@ -159,7 +163,11 @@ def test_every_published_name_is_planned(
     assert code == 0 and not view["has_weights"]
     assert prediction["block_length"] == block_length
     assert prediction["canvas_tokens"] == canvas_tokens
-    assert {"what": "keys and values", "bytes": 4096 * kv_bytes} in lines
+    is_gemma = "Gemma" in name
+    if not is_gemma:
+        assert {"what": "keys and values", "bytes": 4096 * kv_bytes} in lines
+    assert open_sizes(name).sizes.kv_bytes_per_token == kv_bytes
+    assert view["cache"]["policy"] == ("stream" if is_gemma else "oled")
     assert view["cache"]["active_per_layer"] <= view["cache"]["num_experts_per_layer"]
     is_assumed = any("not published" in note for note in prediction["notes"])
     assert is_assumed == (not name.lower().startswith("llada2"))
@@ -167,6 +175,10 @@ def test_every_published_name_is_planned(
     words = " ".join(text.split())
     assert ("takes the whole canvas of 768 tokens" in words) == bool(canvas_tokens)
     assert ("answer of 256 takes 256 forwards" in words) == ("RND1" in name)
+    assert ("5.3 tokens each, as many steps as are set" in words) == is_gemma
+    assert ("a block admits 48 of 256 experts" in words) == ("2.2" in name)
+    if "2.2" in name:
+        assert 40 < view["cache"]["active_per_layer"] <= 48
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -195,12 +207,60 @@ def test_sizes_of_config_are_those_of_headers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_is_planned(family: str, tmp_path: Path) -> None:
     golden = Path(__file__).parent / "golden"
-    own = {"sdar_moe": "sdar_moe", "rnd1": "rnd1", "llada": "llada_moe"}
+    own = {name: name for name in ("sdar_moe", "rnd1", "diffusion_gemma")}
+    own |= {"llada": "llada_moe"}
     source = golden / own[family] if family in own else find_model("demo")
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": family}))
     model = open_sizes(tmp_path)
     assert model.family == family and model.sizes.body_bytes > 0
+
+
+# Packs
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model's packs."""
+    folder = tmp_path_factory.mktemp("packs")
+    for form in ("int4", "int8"):
+        pack_checkpoint("demo", folder / form, dtype=form)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_a_pack_is_planned_as_it_was_before_it_was_made(packs: Path, form: str) -> None:
+    made, planned = open_sizes(packs / form), open_sizes("demo", form=form)
+    assert made.sizes == planned.sizes and made.weights == planned.weights
+    assert made.sizes.shape.expert_bytes < open_sizes("demo").sizes.shape.expert_bytes
+    assert open_sizes(packs / form, form=form).sizes == made.sizes
+
+
+def test_every_command_takes_a_pack(run: Run, quick_doctor: None, packs: Path) -> None:
+    pack, form = str(packs / "int4"), "experts int4-g64, the rest bfloat16"
+    for command in (["plan", pack], ["plan", "demo", "--dtype", "int4"]):
+        code, out, _ = run(*command, "--expert-memory", "1MiB", "--json")
+        view = strict(out)
+        assert code == 0 and view["dtype"] == form and view["fit"]["plan"]["expert_bytes"] == 8192
+        assert any("was not measured" in note for note in view["prediction"]["notes"])
+    code, out, _ = run("serve", pack, "--dry-run")
+    assert code == 0 and form in out
+    code, out, _ = run("doctor", pack, "--quick", "--device", "cpu", "--json")
+    view = strict(out)
+    kinds = {each["dtype"] for each in view["measurements"]["products"]}
+    assert code == 0 and {"bfloat16", "int4-g64"} <= kinds
+    assert not any("was not measured" in note for note in view["outlook"]["prediction"]["notes"])
+    code, out, _ = run("bench", pack, "--quick", "--num-prompts", "1", "--policy", "oled", "--json")
+    assert code == 0 and strict(out)
+
+
+def test_forms_that_no_kernel_reads_or_a_pack_has_not_are_bad_input(run: Run, packs: Path) -> None:
+    for model, form, words in (
+        ("demo", "int5", "'int5' is no quantised form; allowed: int8 or int4"),
+        (str(packs / "int4"), "int8", "is packed as int4-g64; leave dtype out"),
+    ):
+        code, out, err = run("plan", model, "--dtype", form)
+        assert code == 2 and out == "" and words in err and err.count("\n") == 1
 
 
 # Exit codes

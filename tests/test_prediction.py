@@ -313,3 +313,75 @@ def test_layers_count_in_full() -> None:
     ]
     assert loads[0].loads_per_forward == pytest.approx(10 * loads[1].loads_per_forward)
     assert loads[0].hit_rate == pytest.approx(loads[1].hit_rate)
+
+
+def test_a_canvas_of_random_tokens_takes_its_steps_and_all_its_logits() -> None:
+    random = Denoising(256, tokens_per_step=256 / 48, preset="diffusion-gemma-26b", is_random=True)
+    found = prediction(ALL, denoising=random, prompt_tokens=100)
+    assert is_ordered(found) and found.tokens_per_forward == (256 / 48, 256 / 48)
+    assert found.typical.active_per_layer > 0.9 * SHAPE.num_experts
+    assert any("every step that it may" in note for note in found.notes)
+    # The head's matrix twice, each time for all of the canvas.
+    (head,) = (term for term in found.terms if "head" in term.what)
+    times = Times(SIZES, Residency("cpu", ALL, 0), DEFAULT_PROFILE)
+    assert head.seconds == pytest.approx(2 * times.head_s(256))
+    # A prompt shorter than a canvas is read ahead all the same.
+    first = times.experts_s([SHAPE.top_k * 256 / SHAPE.num_experts] * ALL) + head.seconds
+    assert found.ttft.likely_s > first
+
+
+def test_block_routing_bounds_what_a_forward_wants() -> None:
+    free = prediction(16, denoising=Denoising(32))
+    bound = prediction(16, denoising=Denoising(32, expert_capacity=9))
+    assert bound.typical.active_per_layer <= 9 < free.typical.active_per_layer
+    assert bound.typical.loads_per_forward < free.typical.loads_per_forward
+
+
+# Quantised experts
+
+PACKED = replace(
+    SIZES,
+    shape=replace(SHAPE, expert_bytes=2**18),
+    expert_form="int4-g64",
+    plain_expert_bytes=2**20,
+)
+
+
+def test_packed_experts_read_their_own_bytes_and_compute_as_much() -> None:
+    here = Residency("cpu", 32, 2)
+    affine = Times(PACKED, here, DEFAULT_PROFILE)
+    assert affine.experts_s([3]) == pytest.approx(2**18 / 1.5e10 + 3 * 2**20 / 2e11)
+    assert affine.copy_s == pytest.approx(1e-4 + 2**18 / 1e9)
+    rates = {"memory_read_bytes_per_s": 1e10, "matrix_flops_per_s": 1e12}
+    roof = Times(PACKED, here, replace(DEFAULT_PROFILE, **rates))
+    assert roof.experts_s([1]) == pytest.approx(2**18 / 1e10)
+    assert roof.experts_s([200]) == pytest.approx(200 * 2 * 2**19 / 1e12)
+    by_rows = tuple(
+        WeightRate("cpu", "expert", "bfloat16", rows, 2**20 / seconds)
+        for rows, seconds in ((1, 1e-3), (4, 0.9e-3), (8, 4e-3))
+    )
+    known = Times(PACKED, here, replace(DEFAULT_PROFILE, weight_rates=by_rows))
+    assert known.experts_s([1]) == pytest.approx(0.25e-3)
+    # 3 ms more than one row takes, as for bfloat16; noise takes nothing off.
+    assert known.experts_s([8]) == pytest.approx(0.25e-3 + 3e-3)
+    assert 0.2e-3 < known.experts_s([4]) <= 0.25e-3
+
+
+def test_rates_of_the_form_itself_win_and_say_so() -> None:
+    own = WeightRate("cpu", "expert", "int4-g64", 1, 2**18 / 7e-3)
+    hardware = replace(DEFAULT_PROFILE, weight_rates=(own,))
+    assert Times(PACKED, Residency("cpu", 32, 2), hardware).experts_s([1, 1]) == pytest.approx(
+        0.014
+    )
+    words = "how fast experts of int4-g64 are computed was not measured"
+    assert any(words in note for note in prediction(sizes=PACKED).notes)
+    assert not any(words in note for note in prediction(sizes=PACKED, hardware=hardware).notes)
+    with pytest.raises(ConfigError, match="dtype"):
+        replace(own, operation="dense")
+    with pytest.raises(ConfigError, match="dtype"):
+        replace(own, dtype="int5-g64")
+
+
+def test_a_pack_is_predicted_on_its_models_routing() -> None:
+    large = replace(PACKED, plain_expert_bytes=2**25)
+    assert "llada2-flash" in prediction(sizes=large).routing

@@ -47,6 +47,7 @@ from oled_moe.profiler import (
     usable_cores,
     usable_memory_bytes,
 )
+from oled_moe.quantization import QuantSpec
 from oled_moe.store import DiskExpertStore, ExpertLayout
 
 MIB = 2**20
@@ -118,6 +119,22 @@ def test_measures_everything(dtype: torch.dtype, tmp_path: Path) -> None:
     sizes = [copy.num_bytes / found.expert_bytes for copy in found.copies]
     assert sizes == list(COPY_SHARES)
     json.loads(json.dumps(found.to_dict(), allow_nan=False))
+
+
+@pytest.mark.parametrize("form", ["int4-g64", "int8-row"])
+def test_quantised_experts_are_measured_where_asked_for(form: str, tmp_path: Path) -> None:
+    found = measure(tmp_path, dtype=torch.bfloat16, quant=QuantSpec.parse(form))
+    own = [product for product in found.products if product.dtype == form]
+    assert [product.num_rows for product in own] == list(EXPERT_ROWS)
+    plain = next(product for product in found.products if product.operation == "expert")
+    for product in own:
+        check_figure(product.seconds)
+        assert (product.place, product.operation) == ("cpu", "expert")
+        assert 0 < product.weight_bytes < plain.weight_bytes
+    path = tmp_path / "profile.json"
+    save_profile(to_profile(found, "cpu"), path)
+    rates = load_profile(path).weight_rates
+    assert {rate.num_rows for rate in rates if rate.dtype == form} == set(EXPERT_ROWS)
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
