@@ -240,6 +240,8 @@ def _speed_cell(row: Row) -> str:
     if not row["does_fit"]:
         return "does not fit"
     share = f"{100 * row['resident_share']['bf16']:.0f} %"
+    if "forward_likely_s" not in row:
+        return f"{row['slots_per_layer']:.3g} ({share}), not predicted"
     on_disk = " †" if row["device"] == "cuda" and row["has_experts_on_disk"] else ""
     return f"{row['slots_per_layer']:.3g} ({share}), {_duration(row['forward_likely_s'])}{on_disk}"
 
