@@ -123,7 +123,8 @@ def test_every_shape_replays_its_own_routing(name: str, tmp_path: Path) -> None:
     shape, config = SHAPES[name], tiny_config(name, 2)
     path = make_random_checkpoint(config, tmp_path / "tiny")
     spec = f"synth:{shape.preset}:block={min(shape.block_length, 16)},prompt_tokens=24"
-    replay = load_replay(f"{spec},answer_tokens=24", shape_of_config(config), num_forwards=8)
+    spec += f",answer_tokens=24,expert_capacity={config.get('expert_capacity', 0)}"
+    replay = load_replay(spec, shape_of_config(config), num_forwards=8)
     with open_engine(path, replay.trace, policy="naive-lru", experts_per_layer=5) as engine:
         done = Replayer(engine, replay.trace).run(8)
     denoised = [forward for forward in done if forward.phase == Phase.DENOISE]
