@@ -58,7 +58,8 @@ def test_plans_are_computed_as_written(page: Any) -> None:
         made = page.fit_row(*place, hardware, predicts=False)
         assert made["does_fit"] == row["does_fit"]
         for form, share in made["resident_share"].items():
-            assert share == pytest.approx(row["resident_share"][form], rel=0.01)
+            written = row["resident_share"][form]
+            assert share == (None if written is None else pytest.approx(written, rel=0.01))
         if row["does_fit"]:
             assert made["slots_per_layer"] == pytest.approx(row["slots_per_layer"], rel=0.01)
             assert made["has_experts_on_disk"] == row["has_experts_on_disk"]
