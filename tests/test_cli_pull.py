@@ -119,9 +119,65 @@ def test_a_model_that_cannot_run_is_refused_first(hub: FakeHub, run: Run) -> Non
     assert code == 0 and "every checksum right" in out
 
 
+def test_a_quantised_model_that_can_run_is_not_refused(hub: FakeHub, run: Run) -> None:
+    form = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    hub.files["config.json"] = json.dumps({**CONFIG, "quantization_config": form}).encode()
+    assert run("pull", hub.model)[0] == 0
+    form = {"quant_method": "awq"}
+    hub.files["config.json"] = json.dumps({**CONFIG, "quantization_config": form}).encode()
+    code, _, err = run("pull", hub.model)
+    assert code == 2 and "quant_method 'awq'" in err
+
+
+def test_packed_while_it_comes(
+    hub: FakeHub, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("pull", hub.model, "--pack", "int8")
+    assert code == 0 and "every checksum right" in out and "oled-moe doctor tiny-int8" in out
+    assert "3 files of weights" in err and "besides the pack" in err
+    code, out, _ = run("generate", "tiny-int8", "-p", "x", "--json", *SHORT)
+    assert code == 0 and len(json.loads(out)["token_ids"]) > 0
+    assert run("inspect", "tiny-int8")[0] == 0
+    # No file of weights has stayed, and nothing else that the pack was made from.
+    assert not [path for path in (tmp_path / "hf/hub").rglob("*") if path.parent.name == "blobs"]
+    code, _, err = run("pull", hub.model, "--pack", "int8")
+    assert code == 2 and "tiny-int8 is there already" in err
+    code, out, err = run("pull", hub.model, "--pack", "bf16", "--out", "wide", "--json", "-q")
+    report = json.loads(out)
+    assert (code, err, report["path"], report["commit"]) == (0, "", "wide", COMMIT)
+    assert report["downloaded_bytes"] > report["pack"]["source_bytes"]
+    run("pull", hub.model)
+    run("pack", hub.model, "straight", "--dtype", "int8")
+    names = [path.name for path in Path("straight").iterdir()]
+    assert {name: Path("tiny-int8", name).read_bytes() for name in names} == {
+        name: Path("straight", name).read_bytes() for name in names
+    }
+
+
+def test_interrupted_while_packing_it_says_how_to_go_on(
+    hub: FakeHub, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oled_moe import hub_packing
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    out = str(tmp_path / "pack")
+    monkeypatch.setattr(hub_packing, "write_pieces", interrupt)
+    code, _, err = run("pull", hub.model, "--pack", "int8", "--out", out, "-q")
+    assert code == 130 and "pack.partial stays; the same command goes on with it" in err
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    assert run("pull", hub.model, "--pack", "int8", "--out", out, "-q")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "words"),
     [
+        (["some/tiny", "--out", "x"], 2, "with --pack"),
+        (["some/tiny", "--pack", "int3"], 2, "dtype: "),
         (["demo"], 2, "comes with the program"),
         (["."], 2, "is a directory here"),
         (["tiny"], 2, "ORG/NAME"),
@@ -178,6 +234,8 @@ def test_offline_takes_what_is_there(
     assert Path(json.loads(out)["path"]).name == COMMIT
     code, out, err = run("pull", hub.model)
     assert (code, err) == (0, "") and "not checked: HF_HUB_OFFLINE is set" in out
+    code, out, err = run("pull", hub.model, "--pack", "int4")
+    assert (code, out) == (3, "") and f"oled-moe pack {hub.model} OUT --dtype int4" in err
     assert hub.num_listings == num_listings
 
 

@@ -54,6 +54,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "hub",
         "hub_cache",
         "hub_client",
+        "hub_packing",
         "report",
         "pack_writer",
         "packing",

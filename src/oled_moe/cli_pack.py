@@ -4,6 +4,7 @@ Results go to stdout, progress to stderr. Torch and numpy are imported inside fu
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -91,20 +92,25 @@ def pack(
                 progress=progress,
             )
         except KeyboardInterrupt:
-            partial = partial_path(out)
-            if partial.is_dir():
-                say("")
-                print(f"{partial} stays; the same command goes on with it", file=sys.stderr)
+            say_what_stays(partial_path(out), say)
             raise
     if as_json:
         from oled_moe.packing import report_to_dict
 
         print_json({**report_to_dict(report), "versions": versions()})
     else:
-        print_rows(_rows(report))
+        print_rows(pack_rows(report))
 
 
-def _rows(report: "PackReport") -> Rows:
+def say_what_stays(partial: Path, say: Callable[[str], None]) -> None:
+    """What a pack that was interrupted has left."""
+    if partial.is_dir():
+        say("")
+        print(f"{partial} stays; the same command goes on with it", file=sys.stderr)
+
+
+def pack_rows(report: "PackReport") -> Rows:
+    """What was packed, in words."""
     rows = [
         ("pack", str(report.path)),
         (

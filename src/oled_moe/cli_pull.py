@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oled_moe.cli_flags import Json, flag, takes_flags
+from oled_moe.cli_pack import pack_rows, say_what_stays
 from oled_moe.cli_shared import (
     LogFlags,
     Rows,
@@ -21,6 +22,7 @@ from oled_moe.cli_shared import (
     print_rows,
     status_line,
     use_log_flags,
+    versions,
 )
 from oled_moe.config import format_size
 from oled_moe.errors import ConfigError, ServerNotFoundError
@@ -28,6 +30,7 @@ from oled_moe.errors import ConfigError, ServerNotFoundError
 if TYPE_CHECKING:
     from oled_moe.hub import Action, HubModel, PullReport, Selection
     from oled_moe.hub_client import HubFile
+    from oled_moe.hub_packing import PackPlan, PulledPack
 
 _NUM_NAMED = 3
 # Over how long the speed of a download is taken.
@@ -53,6 +56,19 @@ def pull(
     is_forced: Annotated[
         bool, flag("--force", help="Also a model that cannot be run, or that the disk cannot hold.")
     ] = False,
+    dtype: Annotated[
+        str | None,
+        flag(
+            "--pack",
+            metavar="NAME",
+            help="Pack while it comes, with experts as bf16, int8, int4 and so on; no file of "
+            "weights stays.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        flag("--out", metavar="DIR", help="Where the pack goes; default: MODEL-NAME, here."),
+    ] = None,
     is_quiet: Annotated[bool, flag("-q", "--quiet", help="Only errors on stderr.")] = False,
     as_json: Json = False,
     log: LogFlags = LogFlags(),
@@ -61,15 +77,23 @@ def pull(
 
     Fetches weights as safetensors, configuration, tokenizer and chat template, and proves each
     file by its checksum; a damaged one is fetched again. What broke off continues where it was.
-    HF_HUB_CACHE or HF_HOME says where the cache is, HF_ENDPOINT where the hub is.
+    HF_HUB_CACHE or HF_HOME says where the cache is, HF_ENDPOINT where the hub is. With --pack the
+    result is a pack, and the disk never holds all weights as they were.
     """
     use_log_flags(log)
     _refuse_local(model)
+    if out is not None and dtype is None:
+        raise ConfigError(f"out is {str(out)!r} and nothing is packed; allowed: with --pack")
     from oled_moe.hub_cache import default_hub_cache
     from oled_moe.hub_client import HubClient
 
     cache = default_hub_cache()
     client = HubClient(token=token)
+    if client.is_offline and dtype is not None:
+        raise ServerNotFoundError(
+            f"HF_HUB_OFFLINE is set, so {model} is not packed while it comes; unset it, or pack "
+            f"what is in the cache with: oled-moe pack {model} OUT --dtype {dtype}"
+        )
     if client.is_offline:
         path = _find_offline(model, revision, cache)
         if as_json:
@@ -82,14 +106,18 @@ def pull(
     start_s = time.perf_counter()
     with status_line(is_quiet=is_quiet) as say:
         say(f"asking {client.endpoint} for {model}")
-        report = _pull(
-            HubModel(client, cache, model, revision),
-            is_forced=is_forced,
-            is_quiet=is_quiet,
-            say=say,
-        )
+        opened = HubModel(client, cache, model, revision)
+        if dtype is not None:
+            out = out or Path(f"{model.rsplit('/')[-1]}-{dtype}")
+            packed = _pull_pack(opened, out, dtype, is_forced=is_forced, is_quiet=is_quiet, say=say)
+        else:
+            report = _pull(opened, is_forced=is_forced, is_quiet=is_quiet, say=say)
     elapsed_s = time.perf_counter() - start_s
-    if as_json:
+    if dtype is not None and as_json:
+        print_json(_packed_dict(packed, elapsed_s))
+    elif dtype is not None:
+        print_rows([*_packed_rows(packed, elapsed_s), *_next(packed.pack.path)])
+    elif as_json:
         print_json(_report_dict(report, elapsed_s))
     else:
         print_rows([*_report_rows(report, elapsed_s), *_next(_shortest_name(report))])
@@ -121,6 +149,47 @@ def _pull(
         on_selection=on_selection,
         progress=meter.tell,
     )
+
+
+def _pull_pack(
+    model: "HubModel",
+    out: Path,
+    dtype: str,
+    *,
+    is_forced: bool,
+    is_quiet: bool,
+    say: Callable[[str], None],
+) -> "PulledPack":
+    say("loading torch")
+    from oled_moe.hub_packing import pull_pack
+    from oled_moe.inspection import check_config
+    from oled_moe.pack_writer import partial_path
+
+    meter = _Meter(say)
+
+    def on_plan(plan: "PackPlan") -> None:
+        meter.total_bytes = sum(file.num_bytes for file in plan.fetched)
+        if not is_quiet:
+            say("")
+            note("pull", _plan_rows(model, out, plan))
+
+    def packing(what: str, done: int, total: int) -> None:
+        say(f"{what}: {format_size(done)} of {format_size(total)}")
+
+    try:
+        return pull_pack(
+            model,
+            out,
+            dtype=dtype,
+            check_config=check_config,
+            is_forced=is_forced,
+            on_plan=on_plan,
+            downloading=meter.tell,
+            packing=packing,
+        )
+    except KeyboardInterrupt:
+        say_what_stays(partial_path(out), say)
+        raise
 
 
 class _Meter:
@@ -212,6 +281,42 @@ def _named(files: "tuple[HubFile, ...]") -> str:
     )
     rest = len(files) - _NUM_NAMED
     return f"{names} and {rest} more" if rest > 0 else names
+
+
+def _plan_rows(model: "HubModel", out: Path, plan: "PackPlan") -> Rows:
+    num_files, num_bytes = len(plan.fetched), sum(file.num_bytes for file in plan.fetched)
+    return [
+        ("model", f"{model.name} at {model.commit[:12]} ({model.revision})"),
+        ("to download", f"{num_files} files of weights, {format_size(num_bytes)}, one by one"),
+        ("pack", f"{out}, {format_size(plan.pack_bytes)}"),
+        ("meanwhile", f"up to {format_size(plan.most_bytes)} besides the pack"),
+        ("cache", str(model.cached.cache)),
+    ]
+
+
+def _packed_rows(packed: "PulledPack", elapsed_s: float) -> Rows:
+    size = format_size(packed.downloaded_bytes)
+    return [
+        ("model", f"{packed.model} at {packed.commit}"),
+        ("downloaded", f"{size}, in {_duration(elapsed_s)}; every checksum right"),
+        *pack_rows(packed.pack),
+    ]
+
+
+def _packed_dict(packed: "PulledPack", elapsed_s: float) -> dict[str, Any]:
+    from oled_moe.packing import report_to_dict
+
+    return {
+        "model": packed.model,
+        "revision": packed.revision,
+        "commit": packed.commit,
+        "path": str(packed.pack.path),
+        "is_checked": True,
+        "downloaded_bytes": packed.downloaded_bytes,
+        "elapsed_s": elapsed_s,
+        "pack": report_to_dict(packed.pack),
+        "versions": versions(),
+    }
 
 
 def _report_rows(report: "PullReport", elapsed_s: float) -> Rows:

@@ -218,6 +218,27 @@ class HubModel:
             self.states[file.name] = "downloaded" if path is None else "replaced"
             return downloaded
 
+    def read_start(self, file: HubFile, num_bytes: int) -> bytes:
+        """The first bytes of a file, fewer where it is shorter. No checksum covers them.
+
+        Raises: as `fetch`.
+        """
+        num_bytes = min(num_bytes, file.num_bytes)
+        pauses_s = iter(_PAUSES_S)
+        content = bytearray()
+        while len(content) < num_bytes:
+            content.clear()
+            lost = LostConnectionError("the hub ended its reply")
+            try:
+                with self._client.read(self.name, self.commit, file, 0) as (_, chunks):
+                    while len(content) < num_bytes and (chunk := next(chunks, b"")):
+                        content += chunk
+            except LostConnectionError as error:
+                lost = error
+            if len(content) < num_bytes:
+                _pause(pauses_s, lost, f"the beginning of {file.name} broke off ({lost})")
+        return bytes(content[:num_bytes])
+
     def forget(self, file: HubFile) -> None:
         """Give the disk space of a file back, unless it was pulled to stay. Mutates: the cache."""
         if not self.cached.is_published(file.name, file.checksum):
@@ -386,7 +407,7 @@ def stream_weights(
 
 def _check_disk(model: HubModel, selection: Selection) -> None:
     missing = model.missing_bytes(selection.files)
-    place = _existing_parent(model.cached.cache)
+    place = existing_parent(model.cached.cache)
     free = shutil.disk_usage(place).free
     if missing > free:
         raise DoesNotFitError(
@@ -396,7 +417,8 @@ def _check_disk(model: HubModel, selection: Selection) -> None:
         )
 
 
-def _existing_parent(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
+    """The directory that is there of a path that need not be: its disk is the path's."""
     return next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
 
 

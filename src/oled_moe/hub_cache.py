@@ -111,10 +111,12 @@ class CachedModel:
             path.unlink(missing_ok=True)
 
     def is_published(self, file_name: str, checksum: str) -> bool:
-        """Whether some snapshot has a file of that name and these bytes."""
+        """Whether some snapshot has these bytes under any name, or a file of that name itself."""
         blob = self.blob(checksum).resolve()
-        names = self.folder.glob(f"snapshots/*/{file_name}")
-        return any(not path.is_symlink() or path.resolve() == blob for path in names)
+        return any(
+            path.resolve() == blob if path.is_symlink() else path.name == file_name
+            for path in self.folder.glob("snapshots/*/*")
+        )
 
     def find_snapshot(self, revision: str | None = None) -> Path | None:
         """The snapshot of a revision; of None the one that `main` points to, else the newest."""

@@ -20,7 +20,7 @@ from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_PROFILE, PROFILE_DEVICES, CostModel, HardwareProfile
 from oled_moe.cuda import check_cuda
 from oled_moe.devices import Progress
-from oled_moe.encodings import EncodedRecord
+from oled_moe.encodings import EncodedRecord, split_quantization
 from oled_moe.engine import Engine, sampling_defaults_of
 from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
 from oled_moe.hardware import load_hardware
@@ -108,7 +108,8 @@ class CheckpointSummary:
 
 def check_config(values: Mapping[str, Any]) -> None:
     """Raises: CheckpointError for a config.json of a model that cannot be run here."""
-    find_family(values).config(values)
+    plain, _ = split_quantization(values)
+    find_family(plain).config(plain)
 
 
 def describe_checkpoint(model: str | Path, *, hub_cache: Path | None = None) -> CheckpointSummary:

@@ -7,7 +7,8 @@ bytes are the same whatever happened meanwhile. Memory: a few pieces for each th
     OUT.partial.journal    the job, then one line for each piece that is on the disk
 
 A piece is written, brought to the disk (fdatasync), then entered in the journal, which is brought
-to the disk too. The journal goes after the directory has its name.
+to the disk too. Pieces may be written in any order, but for the parts of one tensor. The journal
+goes after the directory has its name.
 """
 
 import fcntl
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -30,23 +32,27 @@ from oled_moe.config import format_size
 from oled_moe.devices import Progress
 from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
 from oled_moe.packs import DENSE_NAME, MANIFEST_NAME, FileSum, PackManifest, experts_name
-from oled_moe.store import PAGE_BYTES, ExpertLayout, drop_cached
+from oled_moe.store import PAGE_BYTES, ExpertLayout, FileSpan, drop_cached
 from oled_moe.tensor_files import dtype_name
 
+# A change of what a journal holds needs another number.
+JOURNAL_VERSION = 2
 # Brought to the disk, and then entered in the journal, at a time.
 CHUNK_BYTES = 64 * 2**20
 # Left free on the disk: other programs want to write too.
-_SPARE_BYTES = 2**30
+SPARE_BYTES = 2**30
 
 
 class Piece(NamedTuple):
     """A tensor or a part of one to be written: `make` gives its bytes, the same ones every time.
 
-    `is_rest`: it goes on with the tensor of the piece before, and its checksum with that one's.
+    `spans` is what it reads. `is_rest`: it goes on with the tensor of the piece before, and its
+    checksum with that one's.
     """
 
     num_bytes: int
     make: Callable[[], memoryview]
+    spans: tuple[FileSpan, ...]
     is_rest: bool = False
 
 
@@ -62,17 +68,20 @@ class PackFile:
     def num_bytes(self) -> int:
         return len(self.header) + sum(piece.num_bytes for piece in self.pieces)
 
-    def start(self, piece: int) -> int:
-        """Where a piece begins."""
-        return len(self.header) + sum(each.num_bytes for each in self.pieces[:piece])
+    @property
+    def starts(self) -> list[int]:
+        """Where each piece begins."""
+        sizes = [piece.num_bytes for piece in self.pieces[:-1]]
+        return list(accumulate(sizes, initial=len(self.header)))
 
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """All that is to be written. `identity`: what a run must share with the one it continues;
-    `close` gives back what pieces are made from."""
+    """All that is to be written. `source`: what from, in words; `identity`: what a run must share
+    with the one it continues; `source_state` gives `identity["source"]` as it is now; `close` gives
+    back what pieces are made from."""
 
-    source: Path
+    source: str
     layout: ExpertLayout
     method: str | None
     files: tuple[PackFile, ...]
@@ -82,6 +91,7 @@ class PackJob:
     copies: tuple[Path, ...]
     source_bytes: int
     identity: Mapping[str, Any]
+    source_state: Callable[[], Mapping[str, Any]]
     close: Callable[[], None]
 
     @property
@@ -115,19 +125,24 @@ def file_header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> by
 
 
 class Journal:
-    """Which pieces of which file are on the disk, and their checksums."""
+    """Which pieces of which file are on the disk, and their checksums: `done[file][piece]`."""
 
-    def __init__(self, file: BinaryIO, done: dict[str, list[int]]) -> None:
+    def __init__(self, file: BinaryIO, done: dict[str, dict[int, int]]) -> None:
         self._file = file
         self.done = done
 
-    def enter(self, name: str, checksums: Sequence[int]) -> None:
-        """Pieces of a file, the next ones, are on the disk."""
-        for checksum in checksums:
-            self._file.write(json.dumps([name, checksum]).encode() + b"\n")
+    def enter(self, name: str, checksums: Mapping[int, int]) -> None:
+        """These pieces of a file are on the disk."""
+        for piece, checksum in checksums.items():
+            self._file.write(json.dumps([name, piece, checksum]).encode() + b"\n")
         self._file.flush()
         os.fdatasync(self._file.fileno())
-        self.done.setdefault(name, []).extend(checksums)
+        self.done.setdefault(name, {}).update(checksums)
+
+    def missing(self, file: PackFile) -> list[int]:
+        """Which pieces of a file are not on the disk, in order."""
+        done = self.done.get(file.name, {})
+        return [piece for piece in range(len(file.pieces)) if piece not in done]
 
 
 def _journal_path(partial: Path) -> Path:
@@ -154,10 +169,10 @@ def open_journal(partial: Path, job: PackJob) -> Iterator[Journal]:
             raise _other_job(partial, found[0], job)
         if not found and partial.exists():
             raise CheckpointError(f"{partial}: was not left by a pack; remove it")
-        done: dict[str, list[int]] = {}
+        done: dict[str, dict[int, int]] = {}
         for line in found[1:]:
-            name, checksum = json.loads(line)
-            done.setdefault(name, []).append(checksum)
+            name, piece, checksum = json.loads(line)
+            done.setdefault(name, {})[piece] = checksum
         file.truncate(sum(len(line) + 1 for line in found))
         if not found:
             file.write(identity + b"\n")
@@ -200,28 +215,67 @@ def write_pack(
     `free_bytes` says what a directory's disk has room for; None asks the system.
     Raises: CheckpointError, DoesNotFitError, OSError.
     """
+    num_done = begin_pack(job, out, journal)
+    _check_room(job.num_bytes - num_done, out, (free_bytes or _free_bytes)(out.parent))
+    write_pieces(job, out, journal, progress, num_threads)
+    seal_pack(job, out, journal)
+    name_pack(out)
+    return num_done
+
+
+def begin_pack(job: PackJob, out: Path, journal: Journal) -> int:
+    """Make the directory, or see what it has; returns how many bytes were there already.
+
+    Raises: CheckpointError where some have gone.
+    """
     partial = partial_path(out)
     partial.mkdir(exist_ok=True)
     _sync_directory(partial.parent)
+    return _num_done(job, partial, journal)
+
+
+def write_pieces(
+    job: PackJob,
+    out: Path,
+    journal: Journal,
+    progress: Progress | None,
+    num_threads: int,
+    is_ready: Callable[[Piece], bool] = lambda piece: True,
+) -> None:
+    """Write those of the missing pieces that can be made now. Raises: CheckpointError, OSError."""
+    partial = partial_path(out)
     num_done = _num_done(job, partial, journal)
-    _check_room(job.num_bytes - num_done, out, (free_bytes or _free_bytes)(out.parent))
     counter = _Counter(f"packing {out}", num_done, job.num_bytes, progress)
     # Whole experts keep the threads busy: none of them needs more for its products.
     with ThreadPoolExecutor(num_threads, "pack", torch.set_num_threads, (1,)) as threads:
         for file in job.files:
-            _write_file(partial, file, journal, threads, num_threads + 1, counter)
+            wanted = [piece for piece in journal.missing(file) if is_ready(file.pieces[piece])]
+            if wanted:
+                _write_file(partial, file, wanted, journal, threads, num_threads + 1, counter)
+
+
+def seal_pack(job: PackJob, out: Path, journal: Journal) -> None:
+    """Write what else belongs to a pack that has all its pieces, the manifest last.
+
+    Raises: CheckpointError where the source is no more what it was; OSError.
+    """
+    partial = partial_path(out)
     copies = {path.name: _copy(path, partial / path.name) for path in job.copies}
-    if _source_files(job) != job.identity["source"]:
+    if job.source_state() != job.identity["source"]:
         raise CheckpointError(
             f"{job.source}: has changed while it was packed; remove {partial} and its journal, and "
             "pack it again"
         )
     _write_synced(partial / MANIFEST_NAME, _manifest(job, journal, copies).to_bytes())
     _sync_directory(partial)
+
+
+def name_pack(out: Path) -> None:
+    """Give a sealed pack its name; the journal goes."""
+    partial = partial_path(out)
     os.rename(partial, out)
     _sync_directory(out.parent)
     _journal_path(partial).unlink()
-    return num_done
 
 
 @dataclass(slots=True)
@@ -241,55 +295,54 @@ def _num_done(job: PackJob, partial: Path, journal: Journal) -> int:
     """Bytes that need not be written again. Raises: CheckpointError where some have gone."""
     num_bytes = 0
     for file in job.files:
-        pieces = journal.done.get(file.name, [])
-        if not pieces:
+        done = journal.done.get(file.name)
+        if not done:
             continue
-        end = file.start(len(pieces))
-        path = partial / file.name
-        if len(pieces) > len(file.pieces) or not path.is_file() or path.stat().st_size < end:
+        last, path = max(done), partial / file.name
+        num_pieces = len(file.pieces)
+        end = file.starts[last] + file.pieces[last].num_bytes if last < num_pieces else 0
+        if not end or not path.is_file() or path.stat().st_size < end:
             raise CheckpointError(
                 f"{path}: lacks what the journal says was written; remove {partial} and its "
                 "journal, and pack again"
             )
-        num_bytes += end
+        num_bytes += len(file.header) + sum(file.pieces[piece].num_bytes for piece in done)
     return num_bytes
 
 
 def _write_file(
     partial: Path,
     file: PackFile,
+    wanted: Sequence[int],
     journal: Journal,
     threads: ThreadPoolExecutor,
     num_ahead: int,
     counter: _Counter,
 ) -> None:
-    """Write what is missing of a file, in order, while threads make what comes next."""
-    num_done = len(journal.done.get(file.name, []))
-    if num_done == len(file.pieces) and num_done:
-        return
-    path = partial / file.name
-    with open(path, "r+b" if num_done else "wb", buffering=0) as target:
-        if num_done:
-            target.truncate(file.start(num_done))
-            target.seek(file.start(num_done))
-        else:
+    """Write pieces of a file, in order, while threads make what comes next."""
+    done, starts = journal.done.get(file.name, {}), file.starts
+    with open(partial / file.name, "r+b" if done else "wb", buffering=0) as target:
+        if not done:
             _write_all(target, memoryview(file.header))
             counter.add(len(file.header))
             _sync_directory(partial)
-        settled, checksums = target.tell(), list[int]()
-        checksum = journal.done[file.name][-1] if num_done else 0
-        pieces = file.pieces[num_done:]
-        for piece, content in zip(pieces, _made(pieces, threads, num_ahead), strict=True):
-            checksum = zlib.crc32(content, checksum if piece.is_rest else 0)
-            checksums.append(checksum)
+        unsettled: dict[int, int] = {}
+        num_unsettled, checksum = 0, 0
+        contents = _made([file.pieces[piece] for piece in wanted], threads, num_ahead)
+        for piece, content in zip(wanted, contents, strict=True):
+            before = unsettled.get(piece - 1, done.get(piece - 1, checksum))
+            checksum = zlib.crc32(content, before if file.pieces[piece].is_rest else 0)
+            target.seek(starts[piece])
             _write_all(target, content)
-            if target.tell() - settled >= CHUNK_BYTES:
-                settled = _settle(target, settled)
-                journal.enter(file.name, checksums)
-                checksums = []
+            unsettled[piece] = checksum
+            num_unsettled += content.nbytes
+            if num_unsettled >= CHUNK_BYTES:
+                _settle(target, starts[min(unsettled)])
+                journal.enter(file.name, unsettled)
+                unsettled, num_unsettled = {}, 0
             counter.add(content.nbytes)
-        _settle(target, settled)
-        journal.enter(file.name, checksums)
+        _settle(target, starts[wanted[0]] if done else 0)
+        journal.enter(file.name, unsettled)
 
 
 def _made(
@@ -314,12 +367,10 @@ def _write_all(target: BinaryIO | Any, content: memoryview) -> None:
         content = content[target.write(content[:CHUNK_BYTES]) :]
 
 
-def _settle(target: Any, settled: int) -> int:
-    """Bring what was written from the page cache to the disk; returns where that ends."""
-    end: int = target.tell()
+def _settle(target: Any, start: int) -> None:
+    """Bring what was written from `start` on out of the page cache to the disk."""
     os.fdatasync(target.fileno())
-    drop_cached(target.fileno(), settled, end - settled)
-    return end
+    drop_cached(target.fileno(), start, target.tell() - start)
 
 
 def _copy(source: Path, target: Path) -> FileSum:
@@ -349,7 +400,7 @@ def _manifest(job: PackJob, journal: Journal, copies: Mapping[str, FileSum]) -> 
     pieces = [*job.files[0].pieces[1:], None]
     sums = [
         checksum
-        for checksum, after in zip(journal.done[DENSE_NAME], pieces, strict=True)
+        for checksum, after in zip(_in_order(journal, DENSE_NAME), pieces, strict=True)
         if after is None or not after.is_rest
     ]
     dense = dict(zip(job.dense_names, sums, strict=True))
@@ -359,17 +410,13 @@ def _manifest(job: PackJob, journal: Journal, copies: Mapping[str, FileSum]) -> 
         copies=copies,
         weights={file.name: FileSum(file.num_bytes, zlib.crc32(file.header)) for file in job.files},
         dense=dense,
-        experts=tuple(tuple(journal.done[experts_name(layer)]) for layer in range(job.num_layers)),
+        experts=tuple(_in_order(journal, experts_name(layer)) for layer in range(job.num_layers)),
     )
 
 
-def _source_files(job: PackJob) -> dict[str, list[int]]:
-    """Size and time of change of every source file as they are now."""
-    found = {}
-    for name in job.identity["source"]:
-        state = (job.source / name).stat()
-        found[name] = [state.st_size, state.st_mtime_ns]
-    return found
+def _in_order(journal: Journal, name: str) -> tuple[int, ...]:
+    """The checksums of all pieces of a file."""
+    return tuple(checksum for _, checksum in sorted(journal.done[name].items()))
 
 
 def _free_bytes(directory: Path) -> int:
@@ -377,9 +424,9 @@ def _free_bytes(directory: Path) -> int:
 
 
 def _check_room(num_needed: int, out: Path, num_free: int) -> None:
-    if num_needed + _SPARE_BYTES > num_free:
+    if num_needed + SPARE_BYTES > num_free:
         raise DoesNotFitError(
             f"the pack takes {format_size(num_needed)} more in {out.parent}, where "
-            f"{format_size(num_free)} are free and {format_size(_SPARE_BYTES)} should stay so: "
+            f"{format_size(num_free)} are free and {format_size(SPARE_BYTES)} should stay so: "
             "free space, name another place, or pack as int8 or int4"
         )

@@ -3,8 +3,10 @@
 What is written is decided here; pack_writer.py writes it.
 """
 
+import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -17,10 +19,11 @@ from oled_moe.checkpoint import INDEX_NAME, Checkpoint, find_weights
 from oled_moe.config import check_choice
 from oled_moe.devices import Progress
 from oled_moe.encodings import EncodedRecord
-from oled_moe.errors import CheckpointError, ConfigError, OledMoeError
+from oled_moe.errors import CheckpointError, ConfigError, DoesNotFitError, OledMoeError
 from oled_moe.model_paths import find_model
 from oled_moe.models import find_family
 from oled_moe.pack_writer import (
+    JOURNAL_VERSION,
     PackFile,
     PackJob,
     Piece,
@@ -39,7 +42,14 @@ from oled_moe.packs import (
     layout_to_dict,
 )
 from oled_moe.quantization import METHODS, QuantSpec, quantize
-from oled_moe.store import PAGE_BYTES, DiskExpertStore, ExpertLayout, aligned_empty, memory_of
+from oled_moe.store import (
+    PAGE_BYTES,
+    DiskExpertStore,
+    ExpertLayout,
+    FileSpan,
+    aligned_empty,
+    memory_of,
+)
 from oled_moe.tensor_files import TensorRecord
 
 # What --dtype may say besides the forms of QuantSpec.
@@ -92,38 +102,63 @@ def pack_checkpoint(
     disk is too small; OledMoeError where it cannot be written.
     """
     source = find_model(model, hub_cache=hub_cache)
-    if os.path.lexists(out):
-        raise ConfigError(f"{out} is there already; remove it, or name another place for the pack")
-    job = _plan(source, dtype, dense_dtype, method)
-    partial = partial_path(out)
-    num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
+    check_place(out)
+    job = plan_pack(source, dtype, dense_dtype, method)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open_journal(partial, job) as journal:
+        with writing(out), open_journal(partial_path(out), job) as journal:
+            num_threads = num_threads or default_threads()
             num_resumed = write_pack(job, out, journal, progress, free_bytes, num_threads)
-        return PackReport(
-            path=out,
-            expert_dtype=expert_dtype_name(job.layout),
-            num_experts=job.num_layers * job.num_experts,
-            slot_bytes=job.layout.slot_bytes,
-            source_bytes=job.source_bytes,
-            pack_bytes=job.num_bytes,
-            num_resumed_bytes=num_resumed,
-        )
-    except OSError as error:
-        raise OledMoeError(
-            f"{partial}: cannot be written ({error.strerror}); what is written stays for the next "
-            "run of the same command, or remove it and name another place"
-        ) from error
+        return make_report(job, out, num_resumed)
     finally:
         job.close()
+
+
+def check_place(out: Path) -> None:
+    """Raises: ConfigError where something is at `out`."""
+    if os.path.lexists(out):
+        raise ConfigError(f"{out} is there already; remove it, or name another place for the pack")
+
+
+def default_threads() -> int:
+    """How many experts are made at a time where nobody says."""
+    return min(_MAX_THREADS, os.cpu_count() or 1)
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Has the directory above `out`. Raises: OledMoeError for what the disk refuses within."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise (DoesNotFitError if is_full else OledMoeError)(
+            f"{partial_path(out)}: cannot be written ({error.strerror}); what is written stays for "
+            "the next run of the same command, or remove it and name another place"
+        ) from error
+
+
+def make_report(job: PackJob, out: Path, num_resumed_bytes: int) -> PackReport:
+    """What a job has become."""
+    return PackReport(
+        path=out,
+        expert_dtype=expert_dtype_name(job.layout),
+        num_experts=job.num_layers * job.num_experts,
+        slot_bytes=job.layout.slot_bytes,
+        source_bytes=job.source_bytes,
+        pack_bytes=job.num_bytes,
+        num_resumed_bytes=num_resumed_bytes,
+    )
 
 
 # What is to be written
 
 
-def _plan(
-    source: Path, dtype: str | None, dense_dtype: str | None, wanted_method: str | None
+def plan_pack(
+    source: Path,
+    dtype: str | None,
+    dense_dtype: str | None = None,
+    wanted_method: str | None = None,
 ) -> PackJob:
     """Everything that is known before a weight is read. Raises: as `pack_checkpoint`."""
     if dense_dtype is not None:
@@ -159,8 +194,9 @@ def _plan(
         for layer in range(store.num_layers):
             files.append(_expert_file(store, layout, method, layer))
         copies = _find_copies(directory, checkpoint)
+        sources = (*checkpoint.file_bytes, *copies)
         return PackJob(
-            source=directory,
+            source=str(directory),
             layout=layout,
             method=method,
             files=tuple(files),
@@ -169,7 +205,8 @@ def _plan(
             num_experts=store.num_experts,
             copies=copies,
             source_bytes=checkpoint.num_bytes,
-            identity=_identity(checkpoint, layout, method, dense_dtype, copies),
+            identity=_identity(_source_state(sources), layout, method, dense_dtype),
+            source_state=lambda: _source_state(sources),
             close=store.close,
         )
     except BaseException:
@@ -194,10 +231,7 @@ def _target(
                 "or int4"
             )
         return stored, None if pack is None else pack.manifest.method
-    try:
-        quant = QuantSpec.parse(dtype)
-    except ConfigError as error:
-        raise ConfigError(f"dtype: {error}; or bf16, or none to keep what is stored") from None
+    quant = _parse_form(dtype)
     method = wanted_method or DEFAULT_METHOD
     if stored.quant == quant and pack is not None and method == pack.manifest.method:
         return stored, method
@@ -207,6 +241,19 @@ def _target(
             "checkpoint that it came from"
         )
     return replace(stored, quant=quant), method
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises: ConfigError for what experts cannot become."""
+    if dtype not in FLOAT_DTYPES:
+        _parse_form(dtype)
+
+
+def _parse_form(dtype: str) -> QuantSpec:
+    try:
+        return QuantSpec.parse(dtype)
+    except ConfigError as error:
+        raise ConfigError(f"dtype: {error}; or bf16, or none to keep what is stored") from None
 
 
 def _dense_dtype(record: TensorRecord, wanted: str | None) -> torch.dtype:
@@ -226,7 +273,8 @@ def _dense_file(dense: Sequence[tuple[TensorRecord, torch.dtype]]) -> PackFile:
 def _dense_pieces(record: TensorRecord, dtype: torch.dtype) -> Iterator[Piece]:
     """A tensor in parts, so that an embedding is never held whole; one that is encoded, as one."""
     if isinstance(record, EncodedRecord):
-        yield Piece(_num_bytes(record, dtype), lambda: _bytes_of(record.read(), dtype))
+        spans = tuple(FileSpan(part.path, part.offset, part.num_bytes) for part in record.parts)
+        yield Piece(_num_bytes(record, dtype), lambda: _bytes_of(record.read(), dtype), spans)
         return
 
     def part(start: int, num_bytes: int) -> Piece:
@@ -238,7 +286,8 @@ def _dense_pieces(record: TensorRecord, dtype: torch.dtype) -> Iterator[Piece]:
             return _bytes_of(stored.view(record.dtype), dtype)
 
         num_packed = num_bytes // record.dtype.itemsize * dtype.itemsize
-        return Piece(num_packed, make, is_rest=start > 0)
+        span = FileSpan(record.path, record.offset + start, num_bytes)
+        return Piece(num_packed, make, (span,), is_rest=start > 0)
 
     for start in range(0, max(record.num_bytes, 1), _PART_BYTES):
         yield part(start, min(_PART_BYTES, record.num_bytes - start))
@@ -255,7 +304,7 @@ def _expert_file(
         def make() -> memoryview:
             return memory_of(_slot(store, layout, method, layer, expert))
 
-        return Piece(layout.slot_bytes, make)
+        return Piece(layout.slot_bytes, make, store.spans(layer, expert))
 
     names = [expert_tensor(layer, expert) for expert in range(store.num_experts)]
     header = file_header([(name, torch.uint8, (layout.slot_bytes,)) for name in names])
@@ -308,24 +357,23 @@ def _find_copies(directory: Path, checkpoint: Checkpoint) -> tuple[Path, ...]:
 
 
 def _identity(
-    checkpoint: Checkpoint,
-    layout: ExpertLayout,
-    method: str | None,
-    dense_dtype: str | None,
-    copies: Sequence[Path],
+    source: Mapping[str, Any], layout: ExpertLayout, method: str | None, dense_dtype: str | None
 ) -> dict[str, Any]:
-    """The options, and every source file by size and time of change."""
-    files = {}
-    for path in (*checkpoint.file_bytes, *copies):
-        found = path.stat()
-        files[path.name] = [found.st_size, found.st_mtime_ns]
+    """The options, and what they are applied to."""
     return {
         "version": FORMAT_VERSION,
+        "journal": JOURNAL_VERSION,
         "part_bytes": _PART_BYTES,
         "layout": layout_to_dict(layout, method),
         "dense_dtype": dense_dtype,
-        "source": files,
+        "source": source,
     }
+
+
+def _source_state(paths: Sequence[Path]) -> dict[str, list[int]]:
+    """Every source file by its size and time of change, as they are now."""
+    states = {path.name: path.stat() for path in paths}
+    return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
 
 
 def report_to_dict(report: PackReport) -> dict[str, Any]:

@@ -338,6 +338,11 @@ class DiskExpertStore:
     def _bounce_bytes(self) -> int:
         return _round_up(self._max_run_bytes, PAGE_BYTES) + PAGE_BYTES
 
+    def spans(self, layer: int, expert: int) -> tuple[FileSpan, ...]:
+        """Which bytes of which files `read_into` reads."""
+        runs = self._runs[layer][expert]
+        return tuple(FileSpan(run.path, run.offset, run.num_bytes) for run in runs)
+
     def read_into(self, layer: int, expert: int, slot: Tensor) -> None:
         assert 0 <= layer < self.num_layers and 0 <= expert < self.num_experts
         assert slot.dtype == torch.uint8 and slot.shape == (self.layout.slot_bytes,)
