@@ -59,6 +59,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "pack_writer",
         "packing",
         "random_checkpoint",
+        "stand_ins",
         "roofline",
         "replay",
         "replay_bench",

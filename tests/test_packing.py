@@ -1,5 +1,6 @@
 """Packs: the same weights in one read each, the same bytes after any kill, no damage unseen."""
 
+import errno
 import fcntl
 import json
 import os
@@ -606,6 +607,19 @@ def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OledMoeError, match="cannot be written"):
         pack_checkpoint(source, tmp_path / "file" / "pack")
+
+
+def test_a_disk_that_fills_up_meanwhile(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pack_writer, "_settle", refuse)
+    with pytest.raises(DoesNotFitError, match="No space left.*stays for the next run"):
+        pack_checkpoint(source, tmp_path / "pack")
+    monkeypatch.undo()
+    pack_checkpoint(source, tmp_path / "pack")
 
 
 def test_weights_that_cannot_be_rounded(tmp_path: Path) -> None:

@@ -1,35 +1,23 @@
 """Packs a model of the hub while it comes: one of its files of weights is on the disk at a time.
 
-Beside the pack to be stands a directory that is the checkpoint but for most of its bytes: instead
-of each file of weights a sparse *stand-in* of full size with its header, and, while the file itself
-is there, a link to it. A piece of the pack is written as soon as all that it reads is there; of a
-piece that must wait for a later file, what it reads is set aside in the stand-in.
-
-    OUT.partial.shards/config.json, …      small files
-    OUT.partial.shards/NAME.safetensors    stand-ins
-    OUT.partial.shards/.aside              the model's files, then lines [name, spans]: what is set
-                                           aside in a stand-in; the last line of a name counts
-
-A line follows the bytes that it speaks of, and comes before their loss, so a run that was killed
-anywhere is continued, and the bytes are those that `pull` and then `pack` give.
+A piece of the pack is written as soon as all that it reads is there; of a piece that must wait for
+a later file, what it reads is set aside (stand_ins.py). A run that was killed anywhere is
+continued, and the bytes are those that `pull` and then `pack` give.
 """
 
-import fcntl
-import json
 import os
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from oled_moe.config import format_size
 from oled_moe.devices import Progress
 from oled_moe.encodings import split_quantization
-from oled_moe.errors import CheckpointError, DoesNotFitError, DownloadError, OledMoeError
+from oled_moe.errors import CheckpointError, DoesNotFitError
 from oled_moe.hub import HubModel, Selection, existing_parent
 from oled_moe.hub import Progress as DownloadProgress
 from oled_moe.hub_client import HubFile
@@ -54,16 +42,7 @@ from oled_moe.packing import (
     plan_pack,
     writing,
 )
-from oled_moe.tensor_files import MAX_HEADER_BYTES
-
-# Most headers are shorter: one request brings them.
-_START_BYTES = 2**20
-_COPY_BYTES = 16 * 2**20
-_ASIDE_NAME = ".aside"
-_LOCK_NAME = ".lock"
-
-# Where bytes begin in a file, and how many.
-Range = tuple[int, int]
+from oled_moe.stand_ins import StandIns, stand_ins_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +96,8 @@ def pull_pack(
     check_place(out)
     _check_config(model, check_config)
     source = model.select()
-    with writing(out), _locked(out) as directory:
-        stand_ins = _StandIns(directory, _files_of(source))
+    with writing(out), stand_ins_of(out) as directory:
+        stand_ins = StandIns(directory, _files_of(source))
         plan_job = partial(_plan_job, model, source, stand_ins, dtype)
         job = _first_job(model, source, stand_ins, out, plan_job)
         with open_journal(partial_path(out), job) as journal:
@@ -130,6 +109,9 @@ def pull_pack(
             if on_plan is not None:
                 on_plan(plan)
             num_threads = num_threads or default_threads()
+            # What a run that was killed had used already, and not let go of.
+            for file in set(source.weights).difference(plan.fetched):
+                model.forget(file)
             for file in plan.fetched:
                 stand_ins.put(file.name, model.fetch(file, downloading))
                 is_ready = partial(stand_ins.has_all, file.name)
@@ -177,7 +159,7 @@ def _files_of(source: Selection) -> dict[str, list[Any]]:
 def _first_job(
     model: HubModel,
     source: Selection,
-    stand_ins: "_StandIns",
+    stand_ins: StandIns,
     out: Path,
     plan_job: Callable[[], PackJob],
 ) -> PackJob:
@@ -196,7 +178,7 @@ def _first_job(
         raise
 
 
-def _plan_job(model: HubModel, source: Selection, stand_ins: "_StandIns", dtype: str) -> PackJob:
+def _plan_job(model: HubModel, source: Selection, stand_ins: StandIns, dtype: str) -> PackJob:
     """What is to be written, as `pack` would plan it; its source is known by checksums."""
     job = plan_pack(stand_ins.directory, dtype)
     files = _files_of(source)
@@ -221,7 +203,7 @@ def _missing(job: PackJob, journal: Journal) -> list[Piece]:
     return [file.pieces[piece] for file in job.files for piece in journal.missing(file)]
 
 
-def _plan(job: PackJob, journal: Journal, stand_ins: "_StandIns", source: Selection) -> PackPlan:
+def _plan(job: PackJob, journal: Journal, stand_ins: StandIns, source: Selection) -> PackPlan:
     """Which files must come, and what they make the disk hold at most."""
     reads = [stand_ins.lacking(piece) for piece in _missing(job, journal)]
     needed = {name for ranges in reads for name, _ in ranges}
@@ -272,158 +254,3 @@ def _check_room(
                 "should stay so: free space, name another place with --out or HF_HUB_CACHE, pack "
                 "as int8 or int4, or give --force"
             )
-
-
-# What stands for files of weights
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[Path]:
-    """The directory of stand-ins, for this process alone. Raises: OledMoeError."""
-    directory = partial_path(out).with_name(f"{partial_path(out).name}.shards")
-    directory.mkdir(exist_ok=True)
-    with open(directory / _LOCK_NAME, "ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OledMoeError(f"another process writes {directory}; wait for it") from None
-        yield directory
-
-
-class _StandIns:
-    """The files of weights in a directory, as far as they are there.
-
-    `files`: what the model consists of; what was set aside of another is worth nothing.
-    """
-
-    def __init__(self, directory: Path, files: Mapping[str, Any]) -> None:
-        self.directory = directory
-        self._record = directory / _ASIDE_NAME
-        self._aside: dict[str, set[Range]] = {}
-        first = json.dumps(files, sort_keys=True).encode()
-        found = self._record.read_bytes() if self._record.exists() else b""
-        # What a kill left of a line is no line.
-        lines = found.split(b"\n")[:-1]
-        if not lines or lines[0] != first:
-            for path in directory.iterdir():
-                if path.name != _LOCK_NAME:
-                    path.unlink()
-            lines = [first]
-        for line in lines[1:]:
-            name, ranges = json.loads(line)
-            self._aside[name] = {(offset, num_bytes) for offset, num_bytes in ranges}
-        _write_synced(self._record, b"".join(line + b"\n" for line in lines))
-
-    def make(self, name: str, num_bytes: int, read_start: Callable[[int], bytes]) -> None:
-        """Have a stand-in, as it is if there is one. `read_start` gives the file's first bytes."""
-        path = self.directory / name
-        if path.is_file() and not path.is_symlink() and path.stat().st_size == num_bytes:
-            return
-        self._note(name, set())
-        start = read_start(_START_BYTES)
-        if (length := _header_bytes(start)) > len(start):
-            start = read_start(length)
-        with self._replacing(name) as target:
-            target.write(start[:length])
-            target.truncate(num_bytes)
-
-    def put(self, name: str, whole: Path) -> None:
-        """Have the file itself stand there. Raises: DownloadError where it begins otherwise."""
-        path, draft = self.directory / name, self._draft(name)
-        if _read_header(path) != _read_header(whole):
-            raise DownloadError(
-                f"{name}: its header came damaged when the pack was begun; remove what begins with "
-                f"{self.directory.with_suffix('')} and run the same command again"
-            )
-        self._note(name, set())
-        draft.unlink(missing_ok=True)
-        draft.symlink_to(whole.absolute())
-        os.replace(draft, path)
-
-    def keep(self, name: str, waiting: Iterable[Piece]) -> None:
-        """Let go of the file itself, and of all that no piece waits for."""
-        needed: dict[str, set[Range]] = defaultdict(set)
-        for piece in waiting:
-            for path, *span in piece.spans:
-                needed[path.name].add((span[0], span[1]))
-        self._write(name, needed[name])
-        self._note(name, needed[name])
-        for other in [other for other in self._aside if not needed[other]]:
-            self._note(other, set())
-            self._write(other, set())
-
-    def lacking(self, piece: Piece) -> list[tuple[str, Range]]:
-        """What a piece reads that is not set aside."""
-        reads = [(path.name, (offset, num_bytes)) for path, offset, num_bytes in piece.spans]
-        return [(name, read) for name, read in reads if read not in self._aside.get(name, ())]
-
-    def has_all(self, present: str, piece: Piece) -> bool:
-        """Whether a piece can be made while the file `present` is there."""
-        return all(name == present for name, _ in self.lacking(piece))
-
-    def _note(self, name: str, ranges: set[Range]) -> None:
-        """Enter what is set aside of a file, where that has changed."""
-        if ranges == self._aside.get(name, set()):
-            return
-        self._aside[name] = ranges
-        if not ranges:
-            del self._aside[name]
-        with open(self._record, "ab") as file:
-            file.write(json.dumps([name, sorted(ranges)]).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _write(self, name: str, ranges: Iterable[Range]) -> None:
-        """Have a stand-in of what stands there, with these bytes of it."""
-        path = self.directory / name
-        with open(path, "rb") as source, self._replacing(name) as target:
-            target.write(_read_header(path))
-            for offset, num_bytes in sorted(ranges):
-                source.seek(offset)
-                target.seek(offset)
-                for start in range(0, num_bytes, _COPY_BYTES):
-                    target.write(source.read(min(_COPY_BYTES, num_bytes - start)))
-            target.truncate(path.stat().st_size)
-
-    @contextmanager
-    def _replacing(self, name: str) -> Iterator[BinaryIO]:
-        """A file that takes the place of a stand-in, at once."""
-        draft = self._draft(name)
-        draft.unlink(missing_ok=True)
-        with open(draft, "wb") as target:
-            yield target
-            target.flush()
-            os.fsync(target.fileno())
-        os.replace(draft, self.directory / name)
-        _sync_directory(self.directory)
-
-    def _draft(self, name: str) -> Path:
-        return self.directory / f".{name}.new"
-
-
-def _header_bytes(start: bytes) -> int:
-    """How long the header is with which a safetensors file begins, and its length before it."""
-    return 8 + min(int.from_bytes(start[:8], "little"), MAX_HEADER_BYTES)
-
-
-def _read_header(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        start = file.read(8)
-        return start + file.read(_header_bytes(start) - 8)
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    draft = path.with_name(f"{path.name}.new")
-    with open(draft, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
