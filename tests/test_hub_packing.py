@@ -435,12 +435,12 @@ def test_a_stand_in_that_is_removed_is_made_again(
 def test_a_model_that_changed_between_tries_is_noticed(models: Any, tmp_path: Path) -> None:
     client = FakeClient(models["matrices"])
     interrupted(client, tmp_path, "model-00002.safetensors")
-    weights = bytearray(client.content["model-00000.safetensors"])
+    weights = bytearray(client.content["model-00001.safetensors"])
     # The low byte of every value, of those that were set aside too.
     for at in range(8 + int.from_bytes(weights[:8], "little"), len(weights), 2):
         weights[at] ^= 1
-    client.content["model-00000.safetensors"] = bytes(weights)
-    with pytest.raises(CheckpointError, match=r"model-00000\.safetensors has changed in some/tiny"):
+    client.content["model-00001.safetensors"] = bytes(weights)
+    with pytest.raises(CheckpointError, match=r"model-00001\.safetensors has changed in some/tiny"):
         pack_while(client, tmp_path)
     shutil.rmtree(partial_path(tmp_path / "pack"))
     wanted = pull_then_pack(FakeClient(client.content), tmp_path / "other")
