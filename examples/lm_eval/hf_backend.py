@@ -1,9 +1,9 @@
-"""lm-eval's `hf` backend on a Transformers model whose experts are offloaded, beside the same model whole.
+"""lm-eval's `hf` backend on a Transformers model with offloaded experts, beside the same one whole.
 
     python examples/lm_eval/hf_backend.py             # a small random model, made here
-    python examples/lm_eval/hf_backend.py PATH 4GiB   # a checkpoint with a tokenizer, offloaded alone
+    python examples/lm_eval/hf_backend.py PATH 4GiB   # a checkpoint, offloaded alone
 
-From the root of the checkout, where oled-moe[transformers], lm-eval 0.4.13 and accelerate are installed.
+From the root of the checkout; needs oled-moe[transformers], lm-eval 0.4.13 and accelerate.
 """
 
 import sys
