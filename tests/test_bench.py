@@ -87,6 +87,7 @@ class FakeEngine:
     hardware = DEFAULT_PROFILE
     hardware_source = "given"
     dtype = torch.float32
+    dtype_words = "float32"
     sharing = None
 
     def __init__(self, world: World, config: EngineConfig) -> None:

@@ -256,7 +256,7 @@ def test_every_command_takes_a_pack(run: Run, quick_doctor: None, packs: Path) -
 
 def test_forms_that_no_kernel_reads_or_a_pack_has_not_are_bad_input(run: Run, packs: Path) -> None:
     for model, form, words in (
-        ("demo", "int5", "'int5' is no quantised form; allowed: int8 or int4"),
+        ("demo", "int5", "dtype: 'int5' is no quantised form; allowed: int8 or int4"),
         (str(packs / "int4"), "int8", "is packed as int4-g64; leave dtype out"),
     ):
         code, out, err = run("plan", model, "--dtype", form)

@@ -119,7 +119,13 @@ def open_sizes(
     a form that no kernel reads or that a pack has not.
     """
     opened = _open_as_stored(model, wanted or EngineConfig(), hub_cache)
-    return opened if form is None else _as_pack(opened, QuantSpec.parse(form))
+    if form is None:
+        return opened
+    try:
+        spec = QuantSpec.parse(form)
+    except ConfigError as error:
+        raise ConfigError(f"dtype: {error}, or bfloat16, float16, float32") from None
+    return _as_pack(opened, spec)
 
 
 def _as_pack(opened: OpenedModel, quant: QuantSpec) -> OpenedModel:

@@ -29,7 +29,9 @@ def parse_spec(kind: str, spec: str) -> tuple[str, dict[str, str]]:
     parameters: dict[str, str] = {}
     for item in filter(None, rest.split(",")):
         key, equals, value = item.partition("=")
-        if not equals or not key or key in parameters:
+        if key in parameters:
+            raise ConfigError(f"{kind} {spec!r}: {key} is given twice; give it once")
+        if not equals or not key:
             raise ConfigError(
                 f"{kind} {spec!r}: {item!r} is not one key=value; write NAME:key=value,key=value"
             )
