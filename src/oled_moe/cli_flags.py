@@ -44,8 +44,6 @@ POLICY_NAMES = (
     "paged-lru",
     "n-cpu-moe",
 )
-# The same of the rules that share experts.
-LOSSY_NAMES = ("des-vote", "des-seq", "dmoe", "resident")
 MODEL_HELP = "`demo`, a directory, a .gguf file, or a hub id ORG/NAME that is in the local cache."
 # The names that SGLang gives the decoding loops.
 _ALGORITHM_ALIASES = {

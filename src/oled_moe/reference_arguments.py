@@ -98,20 +98,14 @@ def _llada2(args: Values) -> Values:
     return values
 
 
-# dInfer's decoders, and what they are called here.
-_DINFER = {
-    "threshold": "threshold",
-    "hierarchy": "hierarchy",
-    "hierarchy_remasking": "hierarchy_remasking",
-    "credit": "credit",
-    "factor": "factor",
-}
+# dInfer's decoders; algorithms have the same names here.
+_DINFER = ("threshold", "hierarchy", "hierarchy_remasking", "credit", "factor")
 
 
 def _dinfer(known: "_Arguments") -> Values:
     """What dInfer's parallel decoders are made with; `decoder` says which of them."""
     return {
-        "algorithm": _DINFER[known.take_choice("decoder", "threshold", tuple(_DINFER))],
+        "algorithm": known.take_choice("decoder", "threshold", _DINFER),
         "threshold": known.take("threshold", 0.9),
         "low_threshold": known.take("low_threshold"),
         "remask_threshold": known.take("remask_threshold"),
