@@ -46,8 +46,14 @@
 #define HAS_AVX512_BF16 (__GNUC__ >= 11)
 #endif
 
+#if defined(__clang__)
+#define HAS_AVX512_FP16 (HAS_AVX512_BF16 && __clang_major__ >= 14)
+#else
+#define HAS_AVX512_FP16 (HAS_AVX512_BF16 && __GNUC__ >= 12)
+#endif
+
 /* Raised with every change of what native.py calls, or of what it expects of a call. */
-#define ABI_VERSION 10
+#define ABI_VERSION 11
 /* The first 8 bytes of the SHA-256 of this file, from setup.py: no old build is used by mistake. */
 #ifndef SOURCE_ID
 #define SOURCE_ID 0
@@ -56,7 +62,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
-enum { ISA_GENERIC = 0, ISA_AVX2 = 1, ISA_AVX512_BF16 = 2 };
+enum { ISA_GENERIC = 0, ISA_AVX2 = 1, ISA_AVX512_BF16 = 2, ISA_AVX512_FP16 = 3 };
 enum { ERROR_NONE = 0, ERROR_MEMORY = -1, ERROR_ISA = -2 };
 
 /* Outputs of a block: one cache line of bfloat16, so threads never write to the same line. */
@@ -106,9 +112,9 @@ typedef struct {
     void (*lay_out)(void *packed, const uint16_t *x, size_t k, int num_rows);
     void (*dots)(float *results, const uint16_t *w, size_t k, int num_outputs, const void *packed,
                  int num_rows, const uint16_t *next);
-    void (*lay_out_quantized)(float *packed, const uint16_t *x, size_t k, int num_rows,
+    void (*lay_out_quantized)(void *packed, const uint16_t *x, size_t k, int num_rows,
                               const Quant *quant);
-    void (*dots_quantized)(float *results, const char *panel, size_t k, const float *packed,
+    void (*dots_quantized)(float *results, const char *panel, size_t k, const void *packed,
                            int num_rows, const char *next, const Quant *quant);
     /* By activation: SiLU, GELU. */
     void (*gated[2])(uint16_t *hidden, size_t stride, const float *gate, const float *up,
@@ -143,6 +149,11 @@ INLINE int tiles_of(int num_rows, int max_rows) { return (num_rows + max_rows - 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
+
+/* Asks memory for a line. Into the second-level cache, as AHEAD_BYTES are a third of the first.
+ * Weights are used once, but the hint that says so (locality 0) made products of few rows take three
+ * times as long on one processor (Emerald Rapids). */
+INLINE void ask(const void *line) { __builtin_prefetch(line, 0, 2); }
 
 /* Where the weights lie that will be wanted soon, whole tiles ahead, or NULL. */
 INLINE const uint16_t *weights_ahead(const uint16_t *w, size_t k, int output, int num_outputs,
@@ -553,16 +564,12 @@ INLINE void store_attention_row(uint16_t *out, const float *state, size_t head_s
         }                                                                                          \
     }
 
-/* Weights are used once: they are kept out of the caches that everything else lives by.
- * Asks for `num_ahead` lines of as many rows of weights, the share of the step at place `i`. One
+/* Asks for `num_ahead` lines of as many rows of weights, the share of the step at place `i`. One
  * tile alone asks in the order of memory, which is fastest; several ask for rows side by side. */
 INLINE void ask_for(const uint16_t *ahead, const int num_ahead, size_t k, size_t i) {
     for (int n = 0; n < num_ahead; n++) {
         size_t place = num_ahead == TILE_OUTPUTS ? i * TILE_OUTPUTS + n * LINE : n * k + i;
-        if (num_ahead == TILE_OUTPUTS)
-            __builtin_prefetch(ahead + place, 0, 0);
-        else
-            __builtin_prefetch(ahead + place, 0, 3);
+        ask(ahead + place);
     }
 }
 
@@ -592,6 +599,13 @@ INLINE size_t group_of(const Quant *quant, size_t k) {
 
 INLINE size_t header_bytes(const Quant *quant) { return BLOCK * (quant->has_zeros ? 3 : 2); }
 
+/* Weights of the span that begins at `first`. */
+INLINE size_t span_length(size_t first, size_t group, size_t k) {
+    size_t left = group - first % group;
+    left = k - first < left ? k - first : left;
+    return left < SPAN ? left : SPAN;
+}
+
 INLINE size_t words_of(int bits, size_t count) { return (count * (size_t)bits + 31) / 32; }
 
 /* Bytes of 32 outputs. */
@@ -619,7 +633,7 @@ static size_t quantized_row_bytes(const Quant *quant, size_t k) {
 INLINE float lay_out_span(const int bits, float *target, const uint16_t *x, size_t count,
                           const int stride) {
     const int codes = 32 / bits;
-    float factors[8], sum = 0.0f;
+    float factors[8], sums[8] = {0};
     /* The last code of a word is shifted, since the sign is there. */
     for (int j = 0; j < codes; j++) factors[j] = j < codes - 1 ? 1.0f / (1u << bits * j) : 1.0f;
     size_t i = 0;
@@ -628,8 +642,10 @@ INLINE float lay_out_span(const int bits, float *target, const uint16_t *x, size
     if (i < count)
         for (int j = 0; j < codes; j++)
             target[(i + j) * stride] = i + j < count ? widen(x[i + j]) * factors[j] : 0.0f;
-    for (i = 0; i < count; i++) sum += widen(x[i]);
-    return sum;
+    for (i = 0; i + 8 <= count; i += 8)
+        for (int j = 0; j < 8; j++) sums[j] += widen(x[i + j]);
+    for (int j = 0; i < count; i++, j++) sums[j] += widen(x[i]);
+    return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
 }
 
 INLINE void lay_out_quantized_rows(const int bits, float *packed, const uint16_t *x, size_t k,
@@ -637,9 +653,7 @@ INLINE void lay_out_quantized_rows(const int bits, float *packed, const uint16_t
     int num_tiles = tiles_of(num_rows, QUANT_TILE_ROWS);
     size_t group = group_of(quant, k), count;
     for (size_t first = 0; first < k; first += count) {
-        size_t left = group - first % group;
-        left = k - first < left ? k - first : left;
-        count = left < SPAN ? left : SPAN;
+        count = span_length(first, group, k);
         size_t padded = words_of(bits, count) * (32 / bits);
         const uint16_t *from = x + first;
         for (int tile = 0; tile < num_tiles; tile++) {
@@ -668,6 +682,37 @@ typedef struct {
     int steps;
 } QuantSpan;
 
+/* A panel of `bytes`, and how far reading has come in it. `next`: the panel after it, or NULL. */
+typedef struct {
+    const char *start, *place, *next;
+    size_t bytes;
+} Panel;
+
+INLINE Panel open_panel(const char *start, size_t k, const char *next, const Quant *quant) {
+    return (Panel){start, start, next, panel_bytes(quant, k)};
+}
+
+/* The next span, of `count` weights; it follows `before` where it begins no group. */
+INLINE QuantSpan take_span(const int bits, Panel *panel, QuantSpan before, size_t count,
+                           int begins_group, const Quant *quant) {
+    QuantSpan span = before;
+    const char *place = panel->place;
+    if (begins_group) {
+        span.scales = (const uint16_t *)place;
+        span.zeros = quant->has_zeros ? (const uint8_t *)place + 2 * BLOCK : NULL;
+        place += header_bytes(quant);
+    }
+    span.words = (const uint32_t *)place;
+    span.steps = (int)words_of(bits, count);
+    size_t distance = panel->bytes < AHEAD_BYTES ? panel->bytes : AHEAD_BYTES;
+    size_t ahead = (size_t)(place - panel->start) + distance;
+    span.ahead = ahead < panel->bytes ? panel->start + ahead
+                 : panel->next        ? panel->next + (ahead - panel->bytes)
+                                      : place;
+    panel->place = place + (size_t)span.steps * BLOCK * sizeof(uint32_t);
+    return span;
+}
+
 INLINE void load_scales(FloatQ *scale, const uint16_t *from) {
     HalfQ half;
     memcpy(&half, from, sizeof half);
@@ -685,8 +730,8 @@ INLINE void tile_quantized(const int bits, const int rows, const int vectors, fl
     const uint32_t *words = span->words + first * QUANT_LANES;
     const char *ahead = span->ahead;
     for (int step = 0; step < span->steps; step++, words += BLOCK, ahead += 128) {
-        __builtin_prefetch(ahead, 0, 0);
-        __builtin_prefetch(ahead + 64, 0, 0);
+        ask(ahead);
+        ask(ahead + 64);
 #pragma GCC unroll 8
         for (int j = 0; j < codes; j++, x += rows) {
             const uint32_t mask = ((1u << bits) - 1) << (bits * j);
@@ -737,42 +782,30 @@ INLINE void rows_quantized(const int bits, int rows, float *results, const Quant
     }
 }
 
-INLINE void panel_quantized(const int bits, float *results, const char *panel, size_t k,
+INLINE void panel_quantized(const int bits, float *results, const char *start, size_t k,
                             const float *x, int num_rows, const char *next, const Quant *quant) {
     int num_tiles = tiles_of(num_rows, QUANT_TILE_ROWS);
-    size_t group = group_of(quant, k), bytes = panel_bytes(quant, k), count;
-    size_t distance = bytes < AHEAD_BYTES ? bytes : AHEAD_BYTES;
-    const char *place = panel;
+    size_t group = group_of(quant, k), count;
+    Panel panel = open_panel(start, k, next, quant);
     QuantSpan span = {0};
     for (int row = 0; row < num_rows; row++)
         memset(results + row * BLOCK_STRIDE, 0, BLOCK * sizeof(float));
     for (size_t first = 0; first < k; first += count) {
-        if (first % group == 0) {
-            span.scales = (const uint16_t *)place;
-            span.zeros = quant->has_zeros ? (const uint8_t *)place + 2 * BLOCK : NULL;
-            place += header_bytes(quant);
-        }
-        size_t left = group - first % group;
-        left = k - first < left ? k - first : left;
-        count = left < SPAN ? left : SPAN;
-        span.words = (const uint32_t *)place;
-        span.steps = (int)words_of(bits, count);
-        size_t ahead = (size_t)(place - panel) + distance;
-        span.ahead = ahead < bytes ? panel + ahead : next ? next + (ahead - bytes) : place;
+        count = span_length(first, group, k);
+        span = take_span(bits, &panel, span, count, first % group == 0, quant);
         float *target = results;
         for (int tile = 0; tile < num_tiles; tile++) {
             int rows = rows_of_tile(num_rows, num_tiles, tile);
             rows_quantized(bits, rows, target, &span, x);
             target += rows * BLOCK_STRIDE;
             x += ((size_t)span.steps * (32 / bits) + 1) * rows;
-            span.ahead = place;
+            span.ahead = (const char *)span.words;
         }
-        place += (size_t)span.steps * BLOCK * sizeof(uint32_t);
     }
 }
 
 #define QUANTIZED_FUNCTIONS(suffix, attributes)                                                    \
-    attributes static void lay_out_quantized_##suffix(float *packed, const uint16_t *x, size_t k,  \
+    attributes static void lay_out_quantized_##suffix(void *packed, const uint16_t *x, size_t k,   \
                                                       int num_rows, const Quant *quant) {          \
         if (quant->bits == 4)                                                                      \
             lay_out_quantized_rows(4, packed, x, k, num_rows, quant);                              \
@@ -780,7 +813,7 @@ INLINE void panel_quantized(const int bits, float *results, const char *panel, s
             lay_out_quantized_rows(8, packed, x, k, num_rows, quant);                              \
     }                                                                                              \
     attributes static void dots_quantized_##suffix(float *results, const char *panel, size_t k,    \
-                                                   const float *packed, int num_rows,              \
+                                                   const void *packed, int num_rows,               \
                                                    const char *next, const Quant *quant) {         \
         if (quant->bits == 4)                                                                      \
             panel_quantized(4, results, panel, k, packed, num_rows, next, quant);                  \
@@ -1015,13 +1048,240 @@ DOTS(avx512, AVX512, uint16_t, AVX512_STEP, AVX512_TILE_ROWS,
      TILE(tile_avx512, 4) TILE(tile_avx512, 5) TILE(tile_avx512, 6))
 BLOCK_FUNCTIONS(avx512, AVX512)
 
-static const Kernels AVX512_KERNELS = {
-    AVX512_TILE_ROWS, AVX512_STEP, sizeof(uint16_t), lay_out_avx512, dots_avx512,
-    lay_out_quantized_avx2, dots_quantized_avx2,
-    {swiglu_avx512, geglu_avx512}, store_bf16_avx512, store_f32_avx512, combine_avx512,
-    choose_avx512,
-    route_avx512, norm_avx512, rotate_avx512, attend_avx512, store_attention_avx512,
-};
+/* Quantised weights: a lane takes two products at once, x comes as pairs, and a code becomes
+ * bfloat16 by a few bits, exactly but for what the zero makes up for:
+ *
+ *     int4          128 + code: the code is the end of a mantissa, and 128 all before it
+ *     int8          code, by way of fp32, of which bfloat16 is the upper half
+ *     int8 by fp16  2^-48 · code, by way of fp16, whose bits move three places to be bfloat16;
+ *                   for 0 it is 2^-63, which is less than fp32 tells apart beside codes up to 255
+ *
+ *     x      span after span, in each tile after tile: | pairs [.][rows] | sums [rows] |
+ *
+ * Pair i of a word are its codes i and i + codes/2. Every output has two sums, of pairs in turn. */
+enum { CODES_INT4, CODES_INT8, CODES_INT8_BY_FP16 };
+#define PAIR_LANES 16
+#define PAIR_VECTORS (BLOCK / PAIR_LANES)
+#define PAIR_SCALE 0x1p48f
+
+INLINE int bits_of(const int codes) { return codes == CODES_INT4 ? 4 : 8; }
+
+/* 32 numbers in the order of pairs. */
+AVX512 INLINE __m512i order_pairs(const int bits, __m512i x) {
+    const int half = 16 / bits;
+    uint16_t order[32];
+    for (int i = 0; i < 32; i++) {
+        int word = i / (2 * half), pair = i % (2 * half) / 2;
+        order[i] = (uint16_t)(word * 2 * half + pair + i % 2 * half);
+    }
+    return _mm512_permutexvar_epi16(_mm512_loadu_si512(order), x);
+}
+
+AVX512 INLINE void lay_out_pairs(const int bits, uint32_t *packed, const uint16_t *x, size_t k,
+                                 int num_rows, const Quant *quant) {
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    int num_tiles = tiles_of(num_rows, QUANT_TILE_ROWS);
+    size_t group = group_of(quant, k), count;
+    for (size_t first = 0; first < k; first += count) {
+        count = span_length(first, group, k);
+        size_t num_pairs = words_of(bits, count) * (16 / bits);
+        const uint16_t *from = x + first;
+        for (int tile = 0; tile < num_tiles; tile++) {
+            int rows = rows_of_tile(num_rows, num_tiles, tile);
+            float *sums = (float *)(packed + num_pairs * rows);
+            for (int t = 0; t < rows; t++, from += k) {
+                uint32_t pairs[SPAN / 2];
+                __m512 sum = _mm512_setzero_ps();
+                for (size_t i = 0; i < count; i += 32) {
+                    __mmask32 mask = count - i < 32 ? (1u << (count - i)) - 1 : ~0u;
+                    __m512i value = _mm512_maskz_loadu_epi16(mask, from + i);
+                    sum = _mm512_dpbf16_ps(sum, (__m512bh)value, ones);
+                    _mm512_storeu_si512(pairs + i / 2, order_pairs(bits, value));
+                }
+                sums[t] = _mm512_reduce_add_ps(sum);
+                for (size_t pair = 0; pair < num_pairs; pair++) packed[pair * rows + t] = pairs[pair];
+            }
+            packed = (uint32_t *)(sums + rows);
+        }
+    }
+}
+
+AVX512 static void lay_out_quantized_avx512(void *packed, const uint16_t *x, size_t k, int num_rows,
+                                            const Quant *quant) {
+    if (quant->bits == 4)
+        lay_out_pairs(4, packed, x, k, num_rows, quant);
+    else
+        lay_out_pairs(8, packed, x, k, num_rows, quant);
+}
+
+/* Pair `i` of each word. Bytes are moved by shuffles, since shifts would compete with products for
+ * the one port that has both. */
+AVX512 INLINE __m512bh decode_pair(const int codes, const int i, __m512i words) {
+    const __m512i odd_bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15, -1));
+    if (codes == CODES_INT4) {
+        __m512i halves = i % 2 ? _mm512_srli_epi32(words, 4) : words;
+        if (i > 1) halves = _mm512_shuffle_epi8(halves, odd_bytes);
+        /* (halves & mask) | 128.0 */
+        return (__m512bh)_mm512_ternarylogic_epi32(halves, _mm512_set1_epi32(0x000f000f),
+                                                   _mm512_set1_epi32(0x43004300), 0xea);
+    }
+#if HAS_AVX512_FP16
+    if (codes == CODES_INT8_BY_FP16) {
+        __m512i pair = i ? _mm512_shuffle_epi8(words, odd_bytes)
+                         : _mm512_and_si512(words, _mm512_set1_epi32(0x00ff00ff));
+        /* As text, so that all but this can be shared with processors that lack them. The bit
+         * that moves in from above adds 64 to the exponent, which was 112 short. */
+        __asm__("vcvtuw2ph %1, %0\n\tvpshrdw $3, %2, %0, %0"
+                : "=&v"(pair)
+                : "v"(pair), "v"(_mm512_set1_epi16(1)));
+        return (__m512bh)pair;
+    }
+#endif
+    const __m512i mask = _mm512_set1_epi32(0xff);
+    __m512i first = _mm512_and_si512(i ? _mm512_srli_epi32(words, 8) : words, mask);
+    __m512i second = _mm512_srli_epi32(words, 16 + 8 * i);
+    if (i == 0) second = _mm512_and_si512(second, mask);
+    first = _mm512_castps_si512(_mm512_cvtepi32_ps(first));
+    second = _mm512_castps_si512(_mm512_cvtepi32_ps(second));
+    return (__m512bh)_mm512_or_si512(second, _mm512_srli_epi32(first, 16));
+}
+
+/* The pairs of a span, so that several tiles need not make them: [pairs][BLOCK]. */
+AVX512 INLINE void decode_span(const int codes, uint32_t *pairs, const QuantSpan *span) {
+    const uint32_t *words = span->words;
+    const char *ahead = span->ahead;
+    for (int step = 0; step < span->steps; step++, words += BLOCK, ahead += 128) {
+        ask(ahead);
+        ask(ahead + 64);
+#pragma GCC unroll 4
+        for (int i = 0; i < 16 / bits_of(codes); i++, pairs += BLOCK)
+            for (int v = 0; v < PAIR_VECTORS; v++) {
+                __m512i word = _mm512_loadu_si512(words + v * PAIR_LANES);
+                _mm512_store_si512(pairs + v * PAIR_LANES, (__m512i)decode_pair(codes, i, word));
+            }
+    }
+}
+
+/* `rows` of x against the outputs of a panel; `decoded`: the pairs of the span, or NULL. */
+AVX512 INLINE void tile_pairs(const int codes, const int rows, float *results,
+                              const QuantSpan *span, const uint32_t *decoded, const uint32_t *x) {
+    const int bits = bits_of(codes);
+    __m512 sums[QUANT_TILE_ROWS][PAIR_VECTORS][2];
+    for (int t = 0; t < rows; t++)
+        for (int v = 0; v < PAIR_VECTORS; v++)
+            sums[t][v][0] = sums[t][v][1] = _mm512_setzero_ps();
+    const uint32_t *words = span->words;
+    const char *ahead = span->ahead;
+    for (int step = 0; step < span->steps; step++, words += BLOCK, ahead += 128) {
+        if (!decoded) {
+            ask(ahead);
+            ask(ahead + 64);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 16 / bits; i++, x += rows) {
+            __m512bh pairs[PAIR_VECTORS];
+            for (int v = 0; v < PAIR_VECTORS; v++)
+                if (decoded) {
+                    pairs[v] = (__m512bh)_mm512_load_si512(decoded);
+                    decoded += PAIR_LANES;
+                } else {
+                    pairs[v] = decode_pair(codes, i, _mm512_loadu_si512(words + v * PAIR_LANES));
+                }
+            for (int t = 0; t < rows; t++) {
+                __m512bh value = (__m512bh)_mm512_set1_epi32((int)x[t]);
+                for (int v = 0; v < PAIR_VECTORS; v++)
+                    sums[t][v][i % 2] = _mm512_dpbf16_ps(sums[t][v][i % 2], pairs[v], value);
+            }
+        }
+    }
+    const float *sums_of_x = (const float *)x;
+    for (int v = 0; v < PAIR_VECTORS; v++) {
+        const int first = v * PAIR_LANES;
+        __m256i half = _mm256_loadu_si256((const __m256i *)(span->scales + first));
+        __m512i whole = _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+        __m512 scale = _mm512_castsi512_ps(whole), zero = _mm512_set1_ps(1 << (bits - 1));
+        if (span->zeros) {
+            __m128i bytes = _mm_loadu_si128((const __m128i *)(span->zeros + first));
+            zero = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+        }
+        if (codes == CODES_INT4) zero = _mm512_add_ps(zero, _mm512_set1_ps(128.0f));
+        for (int t = 0; t < rows; t++) {
+            float *result = results + t * BLOCK_STRIDE + first;
+            __m512 sum = _mm512_add_ps(sums[t][v][0], sums[t][v][1]);
+            if (codes == CODES_INT8_BY_FP16) sum = _mm512_mul_ps(sum, _mm512_set1_ps(PAIR_SCALE));
+            sum = _mm512_fnmadd_ps(zero, _mm512_set1_ps(sums_of_x[t]), sum);
+            _mm512_storeu_ps(result, _mm512_fmadd_ps(scale, sum, _mm512_loadu_ps(result)));
+        }
+    }
+}
+
+AVX512 INLINE void rows_pairs(const int codes, int rows, float *results, const QuantSpan *span,
+                              const uint32_t *decoded, const uint32_t *x) {
+    switch (rows) {
+    case 1: tile_pairs(codes, 1, results, span, decoded, x); break;
+    case 2: tile_pairs(codes, 2, results, span, decoded, x); break;
+    case 3: tile_pairs(codes, 3, results, span, decoded, x); break;
+    case 4: tile_pairs(codes, 4, results, span, decoded, x); break;
+    case 5: tile_pairs(codes, 5, results, span, decoded, x); break;
+    default: tile_pairs(codes, 6, results, span, decoded, x);
+    }
+}
+
+AVX512 INLINE void panel_pairs(const int codes, float *results, const char *start, size_t k,
+                               const uint32_t *x, int num_rows, const char *next,
+                               const Quant *quant) {
+    _Alignas(64) uint32_t decoded[SPAN / 2 * BLOCK];
+    const int bits = bits_of(codes);
+    int num_tiles = tiles_of(num_rows, QUANT_TILE_ROWS);
+    size_t group = group_of(quant, k), count;
+    Panel panel = open_panel(start, k, next, quant);
+    QuantSpan span = {0};
+    for (int row = 0; row < num_rows; row++)
+        memset(results + row * BLOCK_STRIDE, 0, BLOCK * sizeof(float));
+    for (size_t first = 0; first < k; first += count) {
+        count = span_length(first, group, k);
+        span = take_span(bits, &panel, span, count, first % group == 0, quant);
+        if (num_tiles == 1) {
+            rows_pairs(codes, num_rows, results, &span, NULL, x);
+            x += ((size_t)span.steps * (16 / bits) + 1) * num_rows;
+            continue;
+        }
+        float *target = results;
+        decode_span(codes, decoded, &span);
+        for (int tile = 0; tile < num_tiles; tile++) {
+            int rows = rows_of_tile(num_rows, num_tiles, tile);
+            rows_pairs(codes, rows, target, &span, decoded, x);
+            target += rows * BLOCK_STRIDE;
+            x += ((size_t)span.steps * (16 / bits) + 1) * rows;
+        }
+    }
+}
+
+#define PAIR_FUNCTION(suffix, int8_codes)                                                          \
+    AVX512 static void dots_quantized_##suffix(float *results, const char *panel, size_t k,        \
+                                               const void *packed, int num_rows, const char *next, \
+                                               const Quant *quant) {                               \
+        if (quant->bits == 4)                                                                      \
+            panel_pairs(CODES_INT4, results, panel, k, packed, num_rows, next, quant);             \
+        else                                                                                       \
+            panel_pairs(int8_codes, results, panel, k, packed, num_rows, next, quant);             \
+    }
+
+#define AVX512_KERNELS(dots_quantized)                                                             \
+    {                                                                                              \
+        AVX512_TILE_ROWS, AVX512_STEP, sizeof(uint16_t), lay_out_avx512, dots_avx512,              \
+        lay_out_quantized_avx512, dots_quantized,                                                  \
+        {swiglu_avx512, geglu_avx512}, store_bf16_avx512, store_f32_avx512, combine_avx512,        \
+        choose_avx512,                                                                             \
+        route_avx512, norm_avx512, rotate_avx512, attend_avx512, store_attention_avx512,           \
+    }
+
+PAIR_FUNCTION(avx512, CODES_INT8)
+static const Kernels AVX512_BF16_KERNELS = AVX512_KERNELS(dots_quantized_avx512);
+#if HAS_AVX512_FP16
+PAIR_FUNCTION(avx512_fp16, CODES_INT8_BY_FP16)
+static const Kernels AVX512_FP16_KERNELS = AVX512_KERNELS(dots_quantized_avx512_fp16);
+#endif
 
 #endif /* HAS_AVX512_BF16 */
 #endif /* HAS_X86 */
@@ -1041,11 +1301,15 @@ EXPORT int oled_has_isa(int isa) {
     if (isa == ISA_AVX2) return has_avx2;
 #endif
 #if HAS_AVX512_BF16
-    if (isa == ISA_AVX512_BF16)
-        return has_avx2 && __builtin_cpu_supports("avx512f") &&
-               __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512bf16");
+    int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                     __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+    if (isa == ISA_AVX512_BF16) return has_avx512;
+#endif
+#if HAS_AVX512_FP16
+    if (isa == ISA_AVX512_FP16)
+        return has_avx512 && __builtin_cpu_supports("avx512vbmi2") &&
+               __builtin_cpu_supports("avx512fp16");
 #endif
     return 0;
 }
@@ -1053,7 +1317,10 @@ EXPORT int oled_has_isa(int isa) {
 static const Kernels *kernels_of(int isa) {
     if (!oled_has_isa(isa)) return NULL;
 #if HAS_AVX512_BF16
-    if (isa == ISA_AVX512_BF16) return &AVX512_KERNELS;
+    if (isa == ISA_AVX512_BF16) return &AVX512_BF16_KERNELS;
+#endif
+#if HAS_AVX512_FP16
+    if (isa == ISA_AVX512_FP16) return &AVX512_FP16_KERNELS;
 #endif
 #if HAS_X86
     if (isa == ISA_AVX2) return &AVX2_KERNELS;

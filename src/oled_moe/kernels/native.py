@@ -27,8 +27,8 @@ from oled_moe.types import IntArray
 logger = logging.getLogger(__name__)
 
 # By their numbers in native.c, the slowest first.
-ISAS = ("generic", "avx2", "avx512-bf16")
-ABI_VERSION = 10
+ISAS = ("generic", "avx2", "avx512-bf16", "avx512-fp16")
+ABI_VERSION = 11
 _DIRECTORY = Path(__file__).parent
 _REMEDY = "install again where there is a C compiler (pip install -e .)"
 _OUT_OF_MEMORY = -1

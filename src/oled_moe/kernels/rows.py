@@ -208,7 +208,7 @@ def attend(queries_TQH: Tensor, segments: Sequence[Segment], scale: float | None
     if is_plain and queries_TQH.shape[-1] <= MAX_HEAD_SIZE:
         native = native_kernels()
         # With AVX2 torch is several times faster (benchmarks/kernels.py).
-        if native is not None and native.isa == "avx512-bf16":
+        if native is not None and native.isa.startswith("avx512"):
             return native.attend(queries_TQH.contiguous(), segments, scale)
     parts, end = [], 0
     for count, keys_GSH, values_GSH, num_keys in segments:
