@@ -3,8 +3,9 @@
 A random checkpoint of LLaDA2-mini's experts, cut to a few MoE layers, is packed as stored, as int8
 and as int4. `pack`: seconds and the most memory a packing process held beyond what it starts with.
 `reads`: random experts per second, straight from disk, by reads in flight: from the checkpoint and
-from the packs, in turn; with checksums not compared yet and compared before. `run`: one answer with
-expert memory that all experts fit in as int4 and not as bf16. Everything lies under --directory.
+from the packs, in turn; with checksums not compared yet and compared before. `run`: replayed
+forwards with expert memory that all experts fit in as int4 and not as bf16, so that bf16 comes from
+disk. Everything lies under --directory.
 
     python benchmarks/packing.py [--part pack|reads|run] [--moe-layers 3] [--output FILE]
 """
@@ -26,19 +27,24 @@ from typing import Any
 import torch
 from provenance import provenance
 
+from oled_moe.bench import median_interval
 from oled_moe.checkpoint import Checkpoint, find_weights
-from oled_moe.config import EngineConfig, SamplingParams
+from oled_moe.config import EngineConfig
 from oled_moe.engine import Engine
 from oled_moe.models import find_family
 from oled_moe.packing import pack_checkpoint
 from oled_moe.random_checkpoint import make_random_checkpoint
+from oled_moe.replay import Replayer, load_replay
 from oled_moe.shapes import SHAPES
 from oled_moe.store import DiskExpertStore, SlotArena
+from oled_moe.types import Phase
 
 FORMS = ("bf16", "int8", "int4")
 DEPTHS = (1, 2, 4)
 NUM_READS = 96
 NUM_REPETITIONS = 5
+REPLAY = "synth:llada2-mini:block=32"
+NUM_WARMUP, NUM_FORWARDS = 10, 24
 
 
 def main() -> None:
@@ -164,27 +170,41 @@ def read_some(
 
 
 def measure_run(source: Path, directory: Path) -> Iterator[dict[str, Any]]:
-    """The same expert memory for all: what int4 takes whole."""
+    """Denoising forwards with the same expert memory: what int4 takes whole.
+
+    Routing is replayed, as that of random weights is not alike from step to step.
+    """
     with Engine(directory / "int4", EngineConfig(expert_memory="100%")) as engine:
         expert_memory = engine.memory_plan.expert_memory_bytes
-    params = SamplingParams(max_tokens=64, threshold=0.9, ignore_eos=True)
-    prompt = [int(number) for number in torch.arange(1000, 1032)]
-    for name, path in (("checkpoint", source), *((form, directory / form) for form in FORMS)):
-        with Engine(path, EngineConfig(expert_memory=expert_memory)) as engine:
-            engine.generate(prompt, params)
-            result = engine.generate(prompt, params)
+    config = EngineConfig(expert_memory=expert_memory, max_model_len=1024)
+    medians = {}
+    # int4 before and after, as the machine may change meanwhile.
+    for name, path in (("int4", directory / "int4"), ("checkpoint", source)) * 2:
+        with Engine(path, config) as engine, torch.inference_mode():
             plan = engine.memory_plan
+            replay = load_replay(REPLAY, plan.shape, num_forwards=NUM_WARMUP + NUM_FORWARDS)
+            done = Replayer(engine, replay.trace).run(NUM_WARMUP + NUM_FORWARDS)
+        denoising = [each for each in done if each.phase == Phase.DENOISE][NUM_WARMUP:]
+        seconds = median_interval([each.seconds for each in denoising])
+        medians.setdefault(name, []).append(seconds.median)
         yield {
             "store": name,
+            "replay": replay.words,
             "expert_memory_bytes": expert_memory,
             "num_slots": plan.num_slots,
             "num_experts": plan.shape.num_experts_total,
-            "tpot_s": result.stats.tpot_s,
-            "ttft_s": result.stats.ttft_s,
-            "hit_rate": result.stats.hit_rate,
-            "bytes_loaded": result.stats.bytes_loaded,
-            "tokens_per_forward": result.stats.tokens_per_forward,
+            "num_forwards": len(denoising),
+            "forward_s": seconds.median,
+            "forward_s_low": seconds.low,
+            "forward_s_high": seconds.high,
+            "bytes_per_forward": statistics.mean(
+                each.num_loads * plan.shape.expert_bytes for each in denoising
+            ),
         }
+    yield {
+        "speedup": statistics.mean(medians["checkpoint"]) / statistics.mean(medians["int4"]),
+        "speedup_least": min(medians["checkpoint"]) / max(medians["int4"]),
+    }
 
 
 if __name__ == "__main__":
