@@ -80,7 +80,7 @@ def quantised_arena(spec: QuantSpec, num_slots: int) -> SlotArena:
     arena = SlotArena.empty(layout, num_slots)
     for index, packed in enumerate(layout.packed_views(arena.slot(0))):
         shape = (HIDDEN, WIDTH) if index == 2 else (WIDTH, HIDDEN)
-        packed.copy_(quantize(torch.randn(shape), spec))
+        packed.copy_(quantize(torch.randn(shape) / 45, spec))
     arena.memory[1:] = arena.memory[0]
     return arena
 

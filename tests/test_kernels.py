@@ -1,6 +1,7 @@
 """Kernels agree with the reference; native code gives the same bits however work is divided."""
 
 import logging
+import platform
 import shutil
 import subprocess
 import sys
@@ -224,6 +225,17 @@ def test_nan_and_infinity_show(isa: str) -> None:
     assert not out[4:6].isfinite().any()
     assert out[7].isnan().all()
     assert torch.equal(out[[6, 8]], clean[[6, 8]])
+
+
+@each_isa
+def test_tiny_numbers_are_computed_as_zero_and_only_there(isa: str) -> None:
+    arena, kernels = arena_of(32, 32, 1), NativeKernels(isa)
+    tiny = torch.full((2, 32), 2.0**-130, dtype=torch.bfloat16)
+    arena.slot(0).view(torch.bfloat16).fill_(2.0**60)
+    out = run(kernels, arena, tiny, [0], [0], [2])
+    assert platform.machine() != "x86_64" or not out.any()
+    # The thread that called still has them.
+    assert (tiny.float() / 2).all()
 
 
 @each_isa

@@ -27,7 +27,7 @@ from oled_moe.types import IntArray
 logger = logging.getLogger(__name__)
 
 # By their numbers in native.c, the slowest first.
-ISAS = ("generic", "avx2", "avx512-bf16", "avx512-fp16")
+ISAS = ("generic", "avx2", "avx512", "avx512-bf16")
 ABI_VERSION = 11
 _DIRECTORY = Path(__file__).parent
 _REMEDY = "install again where there is a C compiler (pip install -e .)"
@@ -68,7 +68,7 @@ class NativeKernels:
                 f"native kernels: this processor does not run {isa!r}; allowed: "
                 f"{', '.join(available)}"
             )
-        self.isa = available[-1] if isa is None else isa
+        self.isa = ISAS[self._library.oled_best_isa()] if isa is None else isa
         self._isa = ISAS.index(self.isa)
         self.num_threads = torch.get_num_threads()
 
