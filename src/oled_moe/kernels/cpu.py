@@ -26,8 +26,8 @@ from oled_moe.types import IntArray
 
 # The most rows for which native code is used, by instruction set. Measured with
 # benchmarks/kernels.py: where torch has AVX-512-BF16 it is a few per cent faster from about 100
-# rows on; where all there is is AVX2, torch has no fast product in bfloat16 at any size. "avx512" is
-# what Intel's processors take, on which torch's products are those that our own beat.
+# rows on, but not on Intel's processors, where native code takes AVX-512 without it; where all
+# there is is AVX2, torch has no fast product in bfloat16 at any size.
 MAX_NATIVE_ROWS = {"avx512-bf16": 96}
 # Of experts so small that torch's calls take longer than their work.
 MAX_NATIVE_ROWS_OF_SMALL, SMALL_WEIGHT_BYTES = 256, 2**18
