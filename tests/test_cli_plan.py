@@ -263,6 +263,38 @@ def test_forms_that_no_kernel_reads_or_a_pack_has_not_are_bad_input(run: Run, pa
         assert code == 2 and out == "" and words in err and err.count("\n") == 1
 
 
+# Names without files
+
+
+def test_a_hub_id_that_is_not_here_is_planned_by_its_name(run: Run) -> None:
+    code, out, _ = run("plan", "inclusionAI/LLaDA2.0-mini", "--ram", "12GiB", "--json")
+    view = strict(out)
+    assert code == 0 and not view["has_weights"] and view["path"] is None
+    assert "not in the local hub cache: its sizes are taken from its name" in view["notes"][0]
+    assert view["notes"][1].startswith("llada2-mini: a published model's sizes")
+    plain = open_sizes("llada2-mini")
+    assert open_sizes("inclusionAI/LLaDA2.0-mini").sizes == plain.sizes
+    # What is no hub id is a path, whatever it ends with.
+    for name in ("./llada2-mini", "/llada2-mini", "a/b/llada2-mini"):
+        assert run("plan", name)[0] == 3
+
+
+def test_a_hub_id_of_unknown_sizes_says_what_to_do(run: Run) -> None:
+    code, out, err = run("plan", "org/absent")
+    assert code == 3 and out == "" and err.count("\n") == 1
+    assert "oled-moe pull org/absent" in err and "its config.json alone" in err
+
+
+@pytest.mark.parametrize(
+    "command", [["inspect"], ["generate", "-p", "x"], ["pack", "out"], ["serve"], ["bench"]]
+)
+def test_names_of_sizes_are_told_from_models(run: Run, command: list[str]) -> None:
+    name, *flags = command
+    code, out, err = run(name, "RND1-Base-0910", *flags)
+    assert code == 3 and out == "" and err.count("\n") == 1
+    assert "only its sizes are known: see `oled-moe plan RND1-Base-0910`" in err
+
+
 # Exit codes
 
 

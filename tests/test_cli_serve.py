@@ -201,13 +201,6 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(serve: Any) -> None:
     assert len(served.said.splitlines()) == 1 and not served.url
 
 
-def test_a_block_that_fits_no_answer_ends_the_server(serve: Any) -> None:
-    served = serve("demo", "--threads", "1", "--max-model-len", "8")
-    served.process.wait(timeout=60)
-    assert served.end(0) == 2
-    assert "max-model-len is 8, shorter than a block of 16" in served.said
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -225,6 +218,17 @@ def test_a_block_that_fits_no_answer_ends_the_server(serve: Any) -> None:
         (["--cors-origin", ""], 2, "cors-origin is ''"),
         (["--cors-origin", "https://a.example/"], 2, "without a slash"),
         (["--cors-origin", "a.example"], 2, "SCHEME://HOST"),
+        # What only the model's config and headers can tell.
+        (["--lossy", "des-vote:experts=999"], 2, "experts is '999'"),
+        (["--policy", "psychic"], 2, "psychic"),
+        (["--experts-per-layer", "9999"], 2, "experts_per_layer is 9999"),
+        (["--hardware", "no-such-machine"], 3, "no-such-machine"),
+        (["--max-model-len", "8"], 2, "max-model-len is 8, shorter than a block of 16"),
+        (["--max-model-len", "99999"], 2, "max_model_len is 99999"),
+        (["--memory", "1MiB"], 4, "raise"),
+        (["--algorithm", "renoising"], 2, "algorithm is 'renoising'"),
+        (["--t-min", "0.5"], 2, "t_min is 0.5; it is for models whose canvases begin as random"),
+        (["--canvas-cache", "dual"], 2, "canvas_cache is 'dual'"),
     ],
 )
 def test_wrong_flags_are_told(

@@ -187,7 +187,9 @@ class SamplingFlags:
     steps: Annotated[
         int | None,
         _decoding(
-            "--steps", "--denoising-steps", help="Most steps per block; default: block length."
+            "--steps",
+            "--denoising-steps",
+            help="Most steps per block; default: block length, DiffusionGemma: 48.",
         ),
     ] = None
     threshold: Annotated[
@@ -287,7 +289,10 @@ class SamplingFlags:
     ] = None
     eb_threshold: Annotated[
         float | None,
-        _decoding("--eb-threshold", help="entropy_bounded: sum of entropies; default: 0.35."),
+        _decoding(
+            "--eb-threshold",
+            help="Sum of entropies: entropy_bounded, default 0.35; DiffusionGemma, default 0.1.",
+        ),
     ] = None
     eb_gamma: Annotated[
         float | None,
@@ -339,6 +344,32 @@ class SamplingFlags:
     threshold_decay: Annotated[
         float | None,
         _decoding("--threshold-decay", help="Smoothing's fall from 1 a forward; default: 0.02."),
+    ] = None
+    t_max: Annotated[
+        float | None,
+        _decoding(
+            "--t-max", help="DiffusionGemma: first step's temperature over --temperature; 0.8."
+        ),
+    ] = None
+    t_min: Annotated[
+        float | None,
+        _decoding("--t-min", help="DiffusionGemma: the same after the last; default: 0.4."),
+    ] = None
+    stability_threshold: Annotated[
+        int | None,
+        _decoding(
+            "--stability-threshold",
+            metavar="N",
+            help="DiffusionGemma: a canvas ends once its likeliest tokens stayed N steps; "
+            "default: 1.",
+        ),
+    ] = None
+    confidence_threshold: Annotated[
+        float | None,
+        _decoding(
+            "--confidence-threshold",
+            help="DiffusionGemma: and their mean entropy is below this; default: 0.005.",
+        ),
     ] = None
 
     def params(self) -> SamplingParams:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from oled_moe.cli_flags import EngineFlags, SamplingFlags, flag, takes_flags
-from oled_moe.cli_shared import LogFlags, Model, note, open_engine, use_log_flags
+from oled_moe.cli_shared import LogFlags, Model, note, open_engine, status_line, use_log_flags
 from oled_moe.cli_text import plan_rows
 from oled_moe.config import (
     DecodingParams,
@@ -180,8 +180,15 @@ def serve(
         _warn_if_open(server.host, keys)
         _serve_by_ray(model, server, config, params, keys, is_quiet=is_quiet)
         return 0
-    # Before anybody is told where it listens.
+    # Before anybody is told where it listens; a model that is not there before torch is.
     find_model(model)
+    with status_line(is_quiet=is_quiet) as say:
+        say("loading torch")
+        from oled_moe.engine import plan_engine
+        from oled_moe.server_backend import check_served
+
+        say(f"reading headers of {model}")
+        check_served(plan_engine(model, config), params)
     from oled_moe.server import ServerSettings, default_names
     from oled_moe.server_host import open_socket
 

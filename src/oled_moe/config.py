@@ -43,6 +43,8 @@ ONE_BLOCK_ALGORITHMS = ("lowest_entropy",)
 # Those for models without a mask, whose canvases begin as random tokens.
 RANDOM_ALGORITHMS = ("renoising",)
 DEFAULT_RENOISING_STEPS = 48
+# What a request may say about these alone.
+RANDOM_CANVAS_FIELDS = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
 # Those for models whose answers are made of blocks of masks.
 BLOCK_ALGORITHMS = tuple(
     name for name in ALGORITHMS if name not in (*ONE_BLOCK_ALGORITHMS, *RANDOM_ALGORITHMS)
@@ -284,6 +286,11 @@ class SamplingParams:
     temperature 0 (argmax), no top_k, no top_p, no eos_early_stop; low_threshold 0.4,
     remask_threshold 0.4, credit_alpha 0.7, credit_gamma 0.2, credit_beta 0.8, factor 1,
     eb_threshold 0.35, no eb_gamma. Families bring algorithms of their own.
+    `steps` is the schedule of low_confidence, sequential, low_confidence_static and _dynamic, which
+    accept so many a step at least, and the number of steps of lowest_entropy. `entropy_bounded`,
+    the thresholds, hierarchies, credit and factor do not look at it: they accept one token a step
+    at least, and a block ends when it is full, after `block_length` steps at most. (Of SDAR's
+    references one leaves a block after `denoising_steps` with masks in it, which are no answer.)
     `delete_token_id` and `split_token_id` are control tokens of checkpoints trained for
     `levenshtein`, which is these checkpoints' default (EDITING_DEFAULTS); no answer holds them.
     `renoising` takes `steps` at most (default 48), accepts by `eb_threshold` (0.1), and stops early

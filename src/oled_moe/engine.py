@@ -22,6 +22,7 @@ from oled_moe.canvas import new_sequence_of
 from oled_moe.checkpoint import Checkpoint, read_weights
 from oled_moe.config import (
     EDITING_DEFAULTS,
+    RANDOM_CANVAS_FIELDS,
     DecodingParams,
     EngineConfig,
     FamilyDecoding,
@@ -151,6 +152,121 @@ class StepEvent:
         return sum(self.is_masked)
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Everything about an engine that is settled before a weight is read.
+
+    `gpu`: the one that experts go to, None where there is none; `gpu_plan` goes with it.
+    """
+
+    config: EngineConfig
+    path: Path
+    checkpoint: Checkpoint
+    family: Family
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    sampling_defaults: SamplingParams
+    max_model_len: int
+    hardware: HardwareProfile
+    hardware_source: str
+    sizes: "WeightSizes"
+    gpu: Gpu | None
+    memory_plan: MemoryPlan
+    gpu_plan: GpuMemoryPlan | None
+    policy: OffloadPolicy
+    sharing: ExpertSharing | None
+
+    def resolve(self, params: SamplingParams, num_prompt_tokens: int) -> DecodingParams:
+        """What a request for so many tokens behind a prompt is decoded by.
+
+        Raises: ConfigError, InputError for what this model cannot do.
+        """
+        _check_has_random_canvas(self.model_config.decoding, params)
+        params = _with_canvas(self.model_config.decoding, params, num_prompt_tokens).with_defaults(
+            self.sampling_defaults
+        )
+        algorithms = self.model_config.decoding.algorithms
+        if params.algorithm is not None and params.algorithm not in algorithms:
+            raise ConfigError(
+                f"algorithm is {params.algorithm!r}; allowed for this model: "
+                f"{', '.join(algorithms)}"
+            )
+        resolved = DecodingParams.resolve(params)
+        _check_canvas(self.model_config.decoding, resolved, num_prompt_tokens)
+        vocab_size = self.model_config.vocab_size
+        if not self.model_config.decoding.canvas_length:
+            check_int("mask_token_id", resolved.mask_token_id, minimum=0, maximum=vocab_size - 1)
+        for control_id in resolved.control_ids:
+            check_int("control token id", control_id, minimum=0, maximum=vocab_size - 1)
+        if resolved.pad_token_id is not None:
+            check_int("pad_token_id", resolved.pad_token_id, minimum=0, maximum=vocab_size - 1)
+        for token_id in (resolved.eos_token_id, *resolved.stop_token_ids):
+            if token_id is not None:
+                check_int("eos or stop token id", token_id, minimum=0, maximum=vocab_size - 1)
+            if token_id == resolved.mask_token_id:
+                raise ConfigError(f"token {token_id} is given as the mask and as an end token")
+        check_int("block_length", resolved.block_length, minimum=1, maximum=self.max_model_len)
+        only = self.model_config.decoding.block_length
+        if only is not None and resolved.block_length != only:
+            raise ConfigError(
+                f"block_length is {resolved.block_length}; allowed for this model: {only}, its "
+                "block_size, for it routes by blocks"
+            )
+        num_tokens = num_prompt_tokens + resolved.max_tokens
+        if num_tokens > self.max_model_len:
+            raise InputError(
+                f"max_tokens is {resolved.max_tokens}, which with {num_prompt_tokens} prompt "
+                f"tokens makes {num_tokens}; allowed: max_model_len {self.max_model_len}; shorten "
+                "the prompt, lower max_tokens or raise max_model_len"
+            )
+        if resolved.stop and self.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer, which this checkpoint lacks")
+        return resolved
+
+
+def plan_engine(
+    model: str | Path, config: EngineConfig, *, hub_cache: Path | None = None
+) -> EnginePlan:
+    """Find a model, read its small files and headers, and settle how it is run.
+
+    Raises: all that `Engine` raises but for weights that cannot be read.
+    """
+    path = find_model(model, hub_cache=hub_cache)
+    checkpoint = Checkpoint.open(path)
+    family = find_family(checkpoint.config)
+    model_config = family.config(checkpoint.config)
+    tokenizer = Tokenizer.load(path)
+    max_model_len = config.max_model_len or min(model_config.max_positions, DEFAULT_MODEL_LEN)
+    if max_model_len > model_config.max_positions:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; allowed: 1 to "
+            f"{model_config.max_positions}, the model's max_position_embeddings"
+        )
+    hardware, hardware_source = _find_hardware(config)
+    sizes = WeightSizes.of(checkpoint, family, model_config, config)
+    gpu = open_gpu() if config.device == "cuda" else None
+    memory_plan, gpu_plan = _plan_here(config, model_config, sizes, max_model_len, hardware, gpu)
+    shape, costs = memory_plan.shape, CostModel.from_profile(hardware, sizes.layout.weight_bytes)
+    return EnginePlan(
+        config=config,
+        path=path,
+        checkpoint=checkpoint,
+        family=family,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        sampling_defaults=sampling_defaults_of(checkpoint, model_config, tokenizer),
+        max_model_len=max_model_len,
+        hardware=hardware,
+        hardware_source=hardware_source,
+        sizes=sizes,
+        gpu=gpu,
+        memory_plan=memory_plan,
+        gpu_plan=gpu_plan,
+        policy=_policy_of(config, shape, costs, model_config.decoding.policy),
+        sharing=_sharing_of(config, shape),
+    )
+
+
 class Engine:
     """A loaded model with its experts offloaded.
 
@@ -172,33 +288,16 @@ class Engine:
     ) -> None:
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"config is {config!r}; allowed: EngineConfig, None")
-        self.config = config = config or EngineConfig()
-        self.path = find_model(model, hub_cache=hub_cache)
-        checkpoint = Checkpoint.open(self.path)
-        family = find_family(checkpoint.config)
-        self.model_config = family.config(checkpoint.config)
-        self.tokenizer = Tokenizer.load(self.path)
+        self.plan = plan = plan_engine(model, config or EngineConfig(), hub_cache=hub_cache)
+        checkpoint, family, sizes, gpu = plan.checkpoint, plan.family, plan.sizes, plan.gpu
+        self.config = config = plan.config
+        self.path, self.model_config = plan.path, plan.model_config
+        self.tokenizer, self.sampling_defaults = plan.tokenizer, plan.sampling_defaults
+        self.max_model_len = plan.max_model_len
+        self.hardware, self.hardware_source = plan.hardware, plan.hardware_source
+        self.memory_plan, self.gpu_plan = plan.memory_plan, plan.gpu_plan
+        self.policy, self.sharing = plan.policy, plan.sharing
         self._grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
-        self.sampling_defaults = sampling_defaults_of(checkpoint, self.model_config, self.tokenizer)
-        self.max_model_len = config.max_model_len or min(
-            self.model_config.max_positions, DEFAULT_MODEL_LEN
-        )
-        if self.max_model_len > self.model_config.max_positions:
-            raise ConfigError(
-                f"max_model_len is {self.max_model_len}; allowed: 1 to "
-                f"{self.model_config.max_positions}, the model's max_position_embeddings"
-            )
-        self.hardware, self.hardware_source = _find_hardware(config)
-        sizes = WeightSizes.of(checkpoint, family, self.model_config, config)
-        gpu = open_gpu() if config.device == "cuda" else None
-        self.memory_plan, self.gpu_plan = _plan_here(
-            config, self.model_config, sizes, self.max_model_len, self.hardware, gpu
-        )
-        costs = CostModel.from_profile(self.hardware, sizes.layout.weight_bytes)
-        self.policy = _policy_of(
-            config, self.memory_plan.shape, costs, self.model_config.decoding.policy
-        )
-        self.sharing = _sharing_of(config, self.memory_plan.shape)
         weights, store = read_weights(
             checkpoint,
             map_weight=family.weight_map(self.model_config),
@@ -375,7 +474,7 @@ class Engine:
             raise ConfigError(f"params is {params!r}; allowed: SamplingParams, None")
         self._check_open()
         prompt_ids = self._prompt_ids(prompt)
-        resolved = self._resolve(params or SamplingParams(), len(prompt_ids))
+        resolved = self.plan.resolve(params or SamplingParams(), len(prompt_ids))
         constraint = None
         if resolved.grammar is not None:
             constraint = self._grammars.constraint(resolved)
@@ -568,98 +667,68 @@ class Engine:
                 )
         return prompt_ids
 
-    def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> DecodingParams:
-        params = self._with_canvas(params, num_prompt_tokens).with_defaults(self.sampling_defaults)
-        algorithms = self.model_config.decoding.algorithms
-        if params.algorithm is not None and params.algorithm not in algorithms:
-            raise ConfigError(
-                f"algorithm is {params.algorithm!r}; allowed for this model: "
-                f"{', '.join(algorithms)}"
-            )
-        resolved = DecodingParams.resolve(params)
-        self._check_canvas(resolved, num_prompt_tokens)
-        vocab_size = self.model_config.vocab_size
-        if not self.model_config.decoding.canvas_length:
-            check_int("mask_token_id", resolved.mask_token_id, minimum=0, maximum=vocab_size - 1)
-        for control_id in resolved.control_ids:
-            check_int("control token id", control_id, minimum=0, maximum=vocab_size - 1)
-        if resolved.pad_token_id is not None:
-            check_int("pad_token_id", resolved.pad_token_id, minimum=0, maximum=vocab_size - 1)
-        for token_id in (resolved.eos_token_id, *resolved.stop_token_ids):
-            if token_id is not None:
-                check_int("eos or stop token id", token_id, minimum=0, maximum=vocab_size - 1)
-            if token_id == resolved.mask_token_id:
-                raise ConfigError(f"token {token_id} is given as the mask and as an end token")
-        check_int("block_length", resolved.block_length, minimum=1, maximum=self.max_model_len)
-        self.check_block_length(resolved.block_length)
-        num_tokens = num_prompt_tokens + resolved.max_tokens
-        if num_tokens > self.max_model_len:
-            raise InputError(
-                f"max_tokens is {resolved.max_tokens}, which with {num_prompt_tokens} prompt "
-                f"tokens makes {num_tokens}; allowed: max_model_len {self.max_model_len}; shorten "
-                "the prompt, lower max_tokens or raise max_model_len"
-            )
-        if resolved.stop and self.tokenizer is None:
-            raise ConfigError("stop strings need a tokenizer, which this checkpoint lacks")
-        return resolved
 
-    def check_block_length(self, block_length: int) -> None:
-        """Refuse blocks other than those by which the model routes. Raises: ConfigError."""
-        only = self.model_config.decoding.block_length
-        if only is not None and block_length != only:
-            raise ConfigError(
-                f"block_length is {block_length}; allowed for this model: {only}, its block_size, "
-                "for it routes by blocks"
-            )
+def _with_canvas(
+    family: FamilyDecoding, params: SamplingParams, num_prompt_tokens: int
+) -> SamplingParams:
+    """A request for so many positions as one for so many tokens."""
+    length = params.canvas_length
+    if length is None:
+        return params
+    if not family.is_whole:
+        raise ConfigError(
+            f"canvas_length is {length}; this model denoises block after block: give max_tokens"
+        )
+    if params.max_tokens is not None:
+        raise ConfigError("canvas_length and max_tokens are both given; give one of them")
+    num_taken = num_prompt_tokens + family.num_reserved
+    if length <= num_taken:
+        raise InputError(
+            f"canvas_length is {length}; allowed: more than {num_taken}, the prompt's "
+            f"{num_prompt_tokens} tokens and what is reserved; shorten the prompt"
+        )
+    return replace(params, max_tokens=length - num_taken, canvas_length=None)
 
-    def _with_canvas(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """A request for so many positions as one for so many tokens."""
-        length = params.canvas_length
-        if length is None:
-            return params
-        if not self.model_config.decoding.is_whole:
-            raise ConfigError(
-                f"canvas_length is {length}; this model denoises block after block: give max_tokens"
-            )
-        if params.max_tokens is not None:
-            raise ConfigError("canvas_length and max_tokens are both given; give one of them")
-        num_taken = num_prompt_tokens + self.model_config.decoding.num_reserved
-        if length <= num_taken:
-            raise InputError(
-                f"canvas_length is {length}; allowed: more than {num_taken}, the prompt's "
-                f"{num_prompt_tokens} tokens and what is reserved; shorten the prompt"
-            )
-        return replace(params, max_tokens=length - num_taken, canvas_length=None)
 
-    def _check_canvas(self, params: DecodingParams, num_prompt_tokens: int) -> None:
-        """Refuse what has no canvas with this family's models."""
-        family = self.model_config.decoding
-        if num_prompt_tokens < family.shift:
-            raise InputError(
-                "the prompt is empty; this model tells each token from the one before it: give "
-                "one at least"
-            )
-        if params.eos_at_end and not family.num_reserved:
+def _check_canvas(family: FamilyDecoding, params: DecodingParams, num_prompt_tokens: int) -> None:
+    """Refuse what has no canvas with this family's models."""
+    if num_prompt_tokens < family.shift:
+        raise InputError(
+            "the prompt is empty; this model tells each token from the one before it: give "
+            "one at least"
+        )
+    if params.eos_at_end and not family.num_reserved:
+        raise ConfigError(
+            "eos_at_end is True; allowed: with models that reserve a last slot (RND1)"
+        )
+    if params.canvas_cache != "none" and (not family.is_whole or family.shift):
+        raise ConfigError(
+            f"canvas_cache is {params.canvas_cache!r}; allowed for this model: none; it is for "
+            "models that see a whole canvas and fill it block after block (LLaDA-MoE)"
+        )
+    if params.cont_weight and (not family.is_whole or family.shift):
+        raise ConfigError(
+            f"cont_weight is {params.cont_weight:g}; allowed for this model: 0; it is for "
+            "models that see a whole canvas and fill it block after block (LLaDA-MoE)"
+        )
+    if family.canvas_length:
+        _check_random_canvas(family, params)
+    last = "eos_token_id" if params.eos_at_end else "pad_token_id"
+    if family.num_reserved and getattr(params, last) is None:
+        raise ConfigError(
+            f"{last} is in neither the parameters, config.json, generation_config.json nor "
+            "the tokenizer, and this model's last slot needs it; give it as a parameter"
+        )
+
+
+def _check_has_random_canvas(family: FamilyDecoding, params: SamplingParams) -> None:
+    """Refuse what only means something for a canvas of random tokens."""
+    for name in RANDOM_CANVAS_FIELDS:
+        value = getattr(params, name)
+        if value is not None and not family.canvas_length:
             raise ConfigError(
-                "eos_at_end is True; allowed: with models that reserve a last slot (RND1)"
-            )
-        if params.canvas_cache != "none" and (not family.is_whole or family.shift):
-            raise ConfigError(
-                f"canvas_cache is {params.canvas_cache!r}; allowed for this model: none; it is for "
-                "models that see a whole canvas and fill it block after block (LLaDA-MoE)"
-            )
-        if params.cont_weight and (not family.is_whole or family.shift):
-            raise ConfigError(
-                f"cont_weight is {params.cont_weight:g}; allowed for this model: 0; it is for "
-                "models that see a whole canvas and fill it block after block (LLaDA-MoE)"
-            )
-        if family.canvas_length:
-            _check_random_canvas(family, params)
-        last = "eos_token_id" if params.eos_at_end else "pad_token_id"
-        if family.num_reserved and getattr(params, last) is None:
-            raise ConfigError(
-                f"{last} is in neither the parameters, config.json, generation_config.json nor "
-                "the tokenizer, and this model's last slot needs it; give it as a parameter"
+                f"{name} is {value:g}; it is for models whose canvases begin as random tokens "
+                "(DiffusionGemma): leave it out"
             )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from oled_moe.errors import ConfigError, ModelNotFoundError
 from oled_moe.hub_cache import CachedModel, default_hub_cache
+from oled_moe.shapes import SHAPES, shape_name
 
 DEMO_MODEL = "demo"
 
@@ -28,7 +29,7 @@ def find_model(model: str | Path, *, hub_cache: Path | None = None) -> Path:
             return path
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"{name[:200]!r} cannot be a path: {error}") from None
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+    if is_hub_id(name):
         hub_cache = hub_cache or default_hub_cache()
         snapshot = CachedModel(hub_cache, name).find_snapshot()
         if snapshot is not None:
@@ -37,7 +38,18 @@ def find_model(model: str | Path, *, hub_cache: Path | None = None) -> Path:
             f"{name} is neither a directory nor in the local hub cache {hub_cache}; "
             f"download it with: oled-moe pull {name}"
         )
+    if shape_name(name) in SHAPES:
+        raise ModelNotFoundError(
+            f"{name} is no model here, only its sizes are known: see `oled-moe plan {name}` or "
+            f"`oled-moe bench --shape {name}`; to run it, give a directory with config.json, a "
+            ".gguf file, or a hub id ORG/NAME"
+        )
     raise ModelNotFoundError(
         f"no model at {name}; give `demo`, a directory with config.json, a .gguf file, or a hub id "
         "ORG/NAME"
     )
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether what somebody typed reads as ORG/NAME."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))

@@ -55,7 +55,7 @@ from oled_moe.memory import (
     plan_gpu_memory,
     plan_memory,
 )
-from oled_moe.model_paths import find_model
+from oled_moe.model_paths import find_model, is_hub_id
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.prediction import (
     DEFAULT_BLOCK_LENGTH,
@@ -152,14 +152,17 @@ def _as_pack(opened: OpenedModel, quant: QuantSpec) -> OpenedModel:
 def _open_as_stored(model: str | Path, wanted: EngineConfig, hub_cache: Path | None) -> OpenedModel:
     name = str(model)
     if shape_name(name) in SHAPES and not Path(name).exists():
-        shape = find_shape(name)
-        checkpoint = Checkpoint(Path(name), dict(shape.config), {}, {}, {})
-        note = f"{shape.name}: a published model's sizes, no files; {shape.note}".rstrip("; .")
-        return _opened(name, checkpoint, wanted, has_weights=False, notes=[note])
+        return _open_shape(name, wanted, notes=[])
     try:
         path = find_model(model, hub_cache=hub_cache)
     except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"{error}; sizes are known of {', '.join(SHAPES)}") from None
+        if is_hub_id(name) and shape_name(name.rpartition("/")[2]) in SHAPES:
+            note = f"{name} is not in the local hub cache: its sizes are taken from its name"
+            return _open_shape(name, wanted, notes=[note])
+        raise ModelNotFoundError(
+            f"{error}; its config.json alone, in a directory, will do to plan it; sizes are known "
+            f"of {', '.join(SHAPES)}"
+        ) from None
     missing = _missing_weights(path)
     if not missing:
         return _opened(name, Checkpoint.open(path), wanted, has_weights=True, notes=[])
@@ -168,6 +171,14 @@ def _open_as_stored(model: str | Path, wanted: EngineConfig, hub_cache: Path | N
     checkpoint = Checkpoint(path, _read_object(path / "config.json"), generation, {}, {})
     note = f"sizes are those of config.json: {missing}; download it before you run the model"
     return _opened(name, checkpoint, wanted, has_weights=False, notes=[note])
+
+
+def _open_shape(name: str, wanted: EngineConfig, *, notes: list[str]) -> OpenedModel:
+    """The published sizes that go by a name, or by the last part of a hub id."""
+    shape = find_shape(name.rpartition("/")[2])
+    checkpoint = Checkpoint(Path(name), dict(shape.config), {}, {}, {})
+    note = f"{shape.name}: a published model's sizes, no files; {shape.note}".rstrip("; .")
+    return _opened(name, checkpoint, wanted, has_weights=False, notes=[*notes, note])
 
 
 def _missing_weights(path: Path) -> str:

@@ -157,7 +157,8 @@ def _llada2_common(known: "_Arguments") -> Values:
 
 def _sdar(args: Values) -> Values:
     """SDAR's `block_diffusion_generate`: confidences are read behind the filters, and nothing but
-    `stopping_criteria_idx` ends an answer.
+    `stopping_criteria_idx` ends an answer. With `entropy_bounded` a block is finished whatever
+    `denoising_steps` is; `generate.py` cannot run it, and JetEngine would leave masks in the block.
 
     `sampling`, of golden runs: "multinomial", or that the likeliest token stands in for the draw.
     """

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from oled_moe.config import DecodingParams, SamplingParams
+from oled_moe.config import ONE_BLOCK_ALGORITHMS, DecodingParams, SamplingParams
 from oled_moe.errors import CheckpointError, ConfigError, OledMoeError
 
 if TYPE_CHECKING:
-    from oled_moe.engine import Engine
+    from oled_moe.engine import Engine, EnginePlan
     from oled_moe.monitor import ExpertMonitor
     from oled_moe.scheduler import Scheduler
 
@@ -131,12 +131,7 @@ def start_runtime(
 
     engine = make_engine()
     try:
-        if engine.tokenizer is None:
-            raise CheckpointError(
-                f"{engine.path} has no tokenizer.json, and a server writes text; without one only "
-                "`generate --prompt-ids` works"
-            )
-        _check_block(engine, defaults or SamplingParams())
+        check_served(engine.plan, defaults or SamplingParams())
         scheduler = Scheduler(engine, max_waiting=max_waiting)
         monitor = ExpertMonitor(engine, scheduler)
     except BaseException:
@@ -145,16 +140,28 @@ def start_runtime(
     return Runtime(engine, scheduler, monitor)
 
 
-def _check_block(engine: "Engine", defaults: SamplingParams) -> None:
-    """Raise ConfigError where blocks are longer than answers may be, or not those of the model."""
-    params = defaults.with_defaults(engine.sampling_defaults)
+def check_served(plan: "EnginePlan", defaults: SamplingParams) -> None:
+    """Refuse what would have every request refused. `defaults`: of requests that do not say.
+
+    Raises: CheckpointError where there is no tokenizer; ConfigError for blocks that are longer than
+    answers may be, and for whatever the model is not decoded by.
+    """
+    if plan.tokenizer is None:
+        raise CheckpointError(
+            f"{plan.path} has no tokenizer.json, and a server writes text; without one only "
+            "`generate --prompt-ids` works"
+        )
+    given = defaults.with_defaults(plan.sampling_defaults)
     # Algorithms that make one block of the answer take whatever length that has.
-    params = replace(params, max_tokens=params.block_length or 1)
-    block_length = DecodingParams.resolve(params).block_length
-    engine.check_block_length(block_length)
-    if block_length > engine.max_model_len:
+    shortest = replace(given, max_tokens=given.block_length or 1)
+    block_length = DecodingParams.resolve(shortest).block_length
+    if block_length > plan.max_model_len:
         raise ConfigError(
-            f"max-model-len is {engine.max_model_len}, shorter than a block of {block_length} "
+            f"max-model-len is {plan.max_model_len}, shorter than a block of {block_length} "
             f"tokens: every request would be refused; give {block_length} or more, or a smaller "
             "--block-length"
         )
+    is_one_block = given.algorithm in ONE_BLOCK_ALGORITHMS
+    if defaults.canvas_length is None:
+        defaults = replace(defaults, max_tokens=shortest.max_tokens if is_one_block else 1)
+    plan.resolve(defaults, 1)

@@ -64,6 +64,10 @@ _PLAIN_FIELDS = (
     "factor",
     "eb_threshold",
     "eb_gamma",
+    "t_min",
+    "t_max",
+    "stability_threshold",
+    "confidence_threshold",
 )
 _SEEDS = 2**63
 # So many times max_model_len may be tokenized: enough to see by how much a text is too long.

@@ -279,8 +279,19 @@ class SamplingRequest(Request):
     credit_gamma: _Weight | None = None
     credit_beta: _Share | None = None
     factor: _Weight | None = Field(None, description="Of `factor`.")
-    eb_threshold: _Weight | None = Field(None, description="Of `entropy_bounded`.")
+    eb_threshold: _Weight | None = Field(None, description="Of `entropy_bounded` and `renoising`.")
     eb_gamma: _Weight | None = Field(None, description="Of `lowest_entropy`.")
+    t_min: _Weight | None = Field(
+        None,
+        description="Of `renoising`: temperature falls from t_max to t_min, times `temperature`.",
+    )
+    t_max: _Weight | None = None
+    stability_threshold: Annotated[int, Field(ge=0, le=1000)] | None = Field(
+        None,
+        description="Of `renoising`: for how many steps a canvas's likeliest tokens stay the same "
+        "before it ends early, if their mean entropy is below `confidence_threshold`.",
+    )
+    confidence_threshold: _Weight | None = Field(None, description="Of `renoising`.")
     diffusing: bool | None = Field(
         None,
         description="Send the block at work after its denoising steps too. Needs `stream`.",

@@ -427,8 +427,9 @@ class StaticUnmaskingPolicy(_ScheduledRule):
 class EntropyBoundedUnmaskingPolicy(_AcceptingRule):
     """SDAR: those of least entropy while their sum stays below the bound, one at least.
 
-    Source: JetEngine's form of it (models.md 6), which also limits the steps; here blocks are
-    finished whatever `steps` is.
+    Source: JetEngine's form of it (models.md 6). That closes a block after `denoising_steps` even
+    with masks in it, which would be part of the answer; here `steps` is not looked at, and a block
+    ends when it is full.
     """
 
     entropy_of: str | None = "tempered"
