@@ -148,15 +148,31 @@ def test_a_system_message_comes_first(
 
 
 @pytest.mark.parametrize(
-    "lines, flags, words",
+    "line, words",
     [
-        ("/nonsense\n", (), "/nonsense is no command; /help lists them"),
-        ("/reset now\n", (), "/reset takes nothing after it"),
-        ("word " * 200 + "\n", ("--max-model-len", "128"), "start anew with /reset"),
-        (b"\xff\n", (), "not UTF-8"),
+        ("/nonsense", "line 2: /nonsense is no command; /help lists them"),
+        ("/reset now", "line 2: /reset takes nothing after it"),
+        ("word " * 200, "start anew with /reset"),
     ],
 )
-def test_what_cannot_be_done_ends_a_script(
+def test_a_line_that_cannot_be_used_is_told_and_a_script_goes_on(
+    line: str, words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, flags = f"{QUESTION}\n{line}\n/reset\n{QUESTION}\n", ("-q", "--max-model-len", "128")
+    code, out, err = talk_through_pipes(lines, *flags, capfd=capfd, patch=monkeypatch)
+    assert (code, out) == (2, f"{ANSWER}\n{ANSWER}\n")
+    assert words in err and err.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    "lines, flags, words",
+    [
+        (b"\xff\n", (), "not UTF-8"),
+        ("x\ny\n", ("--t-max", "1"), "t_max is 1"),
+        ("x\ny\n", ("--algorithm", "renoising"), "algorithm is 'renoising'"),
+    ],
+)
+def test_what_no_line_can_put_right_ends_a_script(
     lines: str | bytes,
     flags: tuple[str, ...],
     words: str,

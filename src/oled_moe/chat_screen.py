@@ -31,7 +31,8 @@ class ChatRequest:
 class Conversation:
     """What was said so far, and what an engine is asked next. Holds finished exchanges only.
 
-    Raises: InputError for a model without tokenizer or chat template.
+    Raises: InputError for a model without tokenizer or chat template; ConfigError, InputError for
+    parameters by which no message could be answered.
     """
 
     def __init__(
@@ -48,6 +49,10 @@ class Conversation:
         self.turns: list[dict[str, str]] = []
         self.last_result: GenerationResult | None = None
         self._params = with_face_defaults(engine, params)
+        shortest = self._params
+        if shortest.max_tokens is None and shortest.canvas_length is None:
+            shortest = replace(shortest, max_tokens=1)
+        engine.plan.resolve(shortest, 1)
 
     def reset(self) -> None:
         """Forget what was said; the system message stays."""

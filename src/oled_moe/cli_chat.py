@@ -55,11 +55,12 @@ def chat(
     engine: EngineFlags = EngineFlags(),
     sampling: SamplingFlags = SamplingFlags(),
     log: LogFlags = LogFlags(),
-) -> None:
+) -> int:
     """Talk with a model; its block is seen being denoised.
 
     Where input or output is no terminal, every line that comes in is a message, and its answer
-    goes out as plain text. Lines that begin with a slash are commands; /help lists them.
+    goes out as plain text. A line that cannot be used is told on stderr; the conversation goes on,
+    and the exit code is 2. Lines that begin with a slash are commands; /help lists them.
     """
     use_log_flags(log)
     check_output()
@@ -73,8 +74,8 @@ def chat(
             note("plan", plan_rows(model, opened, decoding))
         if sys.stdin.isatty() and sys.stdout.isatty():
             _talk(conversation)
-        else:
-            _answer_lines(conversation, is_quiet=is_quiet)
+            return 0
+        return _answer_lines(conversation, is_quiet=is_quiet)
 
 
 def _talk(conversation: "Conversation") -> None:
@@ -115,21 +116,35 @@ def _hear(console: "Console", conversation: "Conversation", line: str) -> None:
             console.print(f"({cut})", style="dim")
 
 
-def _answer_lines(conversation: "Conversation", *, is_quiet: bool) -> None:
-    """The conversation through pipes: answers on stdout, all else on stderr."""
+def _answer_lines(conversation: "Conversation", *, is_quiet: bool) -> int:
+    """The conversation through pipes: answers on stdout, all else on stderr; the exit code.
+
+    What a user could put right on a terminal does not end a script either: as sqlite3 does, it goes
+    on, and the exit code says that something was wrong.
+    """
+    code = 0
+    for number, line in enumerate(_input_lines(), 1):
+        if line.strip() == "/quit":
+            break
+        try:
+            _answer_line(conversation, line, is_quiet=is_quiet)
+        except (InputError, ConfigError) as error:
+            print(f"error: line {number}: {error}", file=sys.stderr)
+            code = error.exit_code
+    return code
+
+
+def _answer_line(conversation: "Conversation", line: str, *, is_quiet: bool) -> None:
     from oled_moe.block_screen import printable
     from oled_moe.chat_screen import answer
 
-    for line in _input_lines():
-        if line.strip() == "/quit":
-            return
-        if _is_command(line):
-            print_rows(_obey(conversation, line), stream=sys.stderr)
-        elif line.strip():
-            text = printable(answer(conversation, _message(line)))
-            print(text, end="" if text.endswith("\n") else "\n", flush=True)
-            if not is_quiet and (cut := _cut_words(conversation)):
-                print(cut, file=sys.stderr)
+    if _is_command(line):
+        print_rows(_obey(conversation, line), stream=sys.stderr)
+    elif line.strip():
+        text = printable(answer(conversation, _message(line)))
+        print(text, end="" if text.endswith("\n") else "\n", flush=True)
+        if not is_quiet and (cut := _cut_words(conversation)):
+            print(cut, file=sys.stderr)
 
 
 def _input_lines() -> Iterator[str]:
