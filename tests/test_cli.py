@@ -611,3 +611,56 @@ def test_streams_that_are_closed_or_full_make_no_traceback(redirect: str, comman
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
     assert "Traceback" not in done.stderr + done.stdout
     assert done.returncode in (0, 1, 3)
+
+
+# Ctrl-C before there is a command, while its modules are loaded, and behind it
+
+_KILL = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "out"),
+    [
+        (["--help"], "typer", ""),
+        (["generate", "demo", "-p", "x"], "torch", ""),
+        # An exception there may be lost, as in a destructor, or come out as another one.
+        (
+            ["generate", "demo", "-p", "x", "--json"],
+            "torch",
+            '{"error": {"message": "interrupted", "exit_code": 130}}\n',
+        ),
+        (["serve", "demo", "--port", "0"], "torch", ""),
+        (["simulate", "x"], "numpy", ""),
+    ],
+)
+def test_ctrl_c_while_modules_are_loaded_is_one_line(
+    arguments: list[str], module: str, out: str, tmp_path: Path
+) -> None:
+    text = f"try:\n    {_KILL}\nexcept BaseException:\n    raise AttributeError('ma')\n"
+    (tmp_path / f"{module}.py").write_text(text)
+    done = run_with(tmp_path, *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (130, out, "error: interrupted\n")
+
+
+def test_ctrl_c_behind_a_command_says_nothing(tmp_path: Path) -> None:
+    text = f"import atexit\ndef kill():\n    {_KILL}\natexit.register(kill)\n"
+    (tmp_path / "sitecustomize.py").write_text(text)
+    done = run_with(tmp_path, "--version")
+    # What a shell calls 130.
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout.startswith("oled-moe") and done.stderr == ""
+
+
+def run_with(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own, which finds the modules of a folder before others."""
+    paths = [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "from oled_moe.__main__ import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
