@@ -3,9 +3,6 @@
 Results go to stdout, progress to stderr. Torch and numpy are imported inside functions.
 """
 
-import shutil
-import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +14,11 @@ from oled_moe.cli_flags import MODEL_HELP, ExpertMemory, Json, Policy, Threads, 
 from oled_moe.cli_shared import (
     LogFlags,
     print_json,
+    print_rows,
     print_table,
     status_line,
     use_log_flags,
+    wrapped,
 )
 from oled_moe.cli_text import Rows, checkup_rows, disk_rows, memory_rows, percent, seconds
 from oled_moe.config import DTYPES, EngineConfig, format_size, parse_size
@@ -263,12 +262,12 @@ def _size(name: str, text: str | None) -> int | None:
 
 
 def _print_checkup(checkup: Mapping[str, Any]) -> None:
-    _print_folded_rows([*checkup_rows(checkup), *_further_rows(checkup)])
+    print_rows([*checkup_rows(checkup), *_further_rows(checkup)])
     reads = checkup["disk_reads"]
     if reads:
         print("\nCold reads of experts from disk, by reads in flight:")
         methods = sorted({read["method"] for read in reads})
-        _print_narrow_table(("in flight", *methods), disk_rows(reads))
+        print_table(("in flight", *methods), disk_rows(reads))
     products = checkup["measurements"]["products"]
     if products:
         print("\nWeights worked through per second, by rows that each meets:")
@@ -279,7 +278,7 @@ def _print_checkup(checkup: Mapping[str, Any]) -> None:
     if checkup["warnings"]:
         print()
         for warning in checkup["warnings"]:
-            print(_folded(f"Warning: {warning}"))
+            print(wrapped(f"Warning: {warning}"))
     print()
     for device, entry in checkup["devices"].items():
         if entry["stored_at"] is None:
@@ -344,28 +343,28 @@ def _print_products(products: Sequence[Mapping[str, Any]]) -> None:
     lines = [
         (label, *(cells.get(rows, "-") for rows in all_rows)) for label, cells in table.items()
     ]
-    _print_narrow_table(("rows", *map(str, all_rows)), lines)
+    print_table(("rows", *map(str, all_rows)), lines)
 
 
 def print_outlook(view: Mapping[str, Any]) -> None:
     """Whether a model fits, its cache, its speed and the arithmetic behind it, in words."""
     fit, prediction = view["fit"], view["prediction"]
-    print(_folded(f"{view['model']}: {fit['verdict']}"))
+    print(wrapped(f"{view['model']}: {fit['verdict']}"))
     if fit["remedy"] and fit["plan"] is not None:
-        print(_folded(f"To change that: {fit['remedy']}."))
+        print(wrapped(f"To change that: {fit['remedy']}."))
     for note in [*view["notes"], *(prediction["notes"] if prediction else ())]:
-        print(_folded(f"Note: {note}."))
+        print(wrapped(f"Note: {note}."))
     if fit["plan"] is not None:
         print()
-        _print_folded_rows(_cache_rows(view))
+        print_rows(_cache_rows(view))
     if prediction is None:
         return
     print()
-    _print_folded_rows(_speed_rows(prediction))
+    print_rows(_speed_rows(prediction))
     print("\nOne forward on typical text:")
     _print_terms(prediction)
     print()
-    print(_folded(_caveat(prediction)))
+    print(wrapped(_caveat(prediction)))
 
 
 def _cache_rows(view: Mapping[str, Any]) -> Rows:
@@ -417,7 +416,7 @@ def _speed_rows(prediction: Mapping[str, Any]) -> Rows:
         (
             "first token",
             f"{_span(ttft)}, likely {seconds(ttft['likely_s'])}, for a prompt of "
-            f"{prediction['prompt_tokens']} tokens",
+            f"{prediction['prompt_tokens']} tokens{_first_words(prediction)}",
         ),
         (
             "one forward",
@@ -428,6 +427,16 @@ def _speed_rows(prediction: Mapping[str, Any]) -> Rows:
             f"{hit_rate}, replayed on routing that is {prediction['routing']}",
         ),
     ]
+
+
+def _first_words(prediction: Mapping[str, Any]) -> str:
+    """Why the first token of a canvas may take less than a mean forward."""
+    if not prediction["canvas_tokens"]:
+        return ""
+    words = "; it comes with the first forward"
+    if prediction["ttft"]["likely_s"] < prediction["forward"]["likely_s"]:
+        words += ", whose masks want fewer different experts than tokens do later"
+    return words
 
 
 def _yield_words(prediction: Mapping[str, Any]) -> str:
@@ -458,9 +467,9 @@ def _print_terms(prediction: Mapping[str, Any]) -> None:
     for term in prediction["terms"]:
         rate = term["bytes_per_s"]
         size = format_size(term["num_bytes"]) if rate else ""
-        speed = f"/ {rate / 1e9:.3g} GB/s" if rate else ""
+        speed = f"{rate / 1e9:.3g} GB/s" if rate else ""
         table.append((f"  {term['lane']}: {term['what']}", size, speed, seconds(term["seconds"])))
-    _print_narrow_table(("", "weights", "rate", "time"), table)
+    print_table(("", "weights", "rate", "time"), table)
     lanes: dict[str, float] = {}
     for term in prediction["terms"]:
         lanes[term["lane"]] = lanes.get(term["lane"], 0.0) + term["seconds"]
@@ -469,7 +478,7 @@ def _print_terms(prediction: Mapping[str, Any]) -> None:
         longest = seconds(max(lanes.values()))
         total = seconds(sum(lanes.values()))
         print(
-            _folded(
+            wrapped(
                 f"Together {sums}: {longest} if all overlap, {total} if nothing does; "
                 f"{prediction['bound']} decides."
             )
@@ -487,34 +496,3 @@ def _caveat(prediction: Mapping[str, Any]) -> str:
         f"{100 * prediction['margin']:.0f} % for what the arithmetic leaves out; {known}. Time per "
         "token is forward time over tokens per forward."
     )
-
-
-def _width() -> int:
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
-    return max(40, min(columns, 100))
-
-
-def _print_narrow_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table where the terminal is wide enough; else each row in words, wrapped."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    if sum(widths) + 2 * (len(widths) - 1) <= _width():
-        print_table(header, rows)
-        return
-    for label, *cells in rows:
-        named = zip(header[1:], cells, strict=True)
-        words = ", ".join(f"{name} {cell}" for name, cell in named if cell)
-        print(_folded(f"{label.strip()}: {words}"))
-
-
-def _folded(text: str) -> str:
-    return textwrap.fill(text, _width(), break_on_hyphens=False, break_long_words=False)
-
-
-def _print_folded_rows(rows: Rows) -> None:
-    """Two columns, the second wrapped within itself."""
-    indent = max(len(label) for label, _ in rows) + 2
-    for label, text in rows:
-        lines = textwrap.wrap(text, _width() - indent, break_on_hyphens=False) or [""]
-        print(f"{label:<{indent}}{lines[0]}".rstrip())
-        for line in lines[1:]:
-            print(" " * indent + line)

@@ -1,6 +1,6 @@
 """`oled-moe pull`: brings a model from the hub into the local cache, and says what to run then.
 
-Where the model lies goes to stdout, everything else to stderr; progress only to a terminal.
+Where the model lies goes to stdout, everything else to stderr.
 """
 
 import time

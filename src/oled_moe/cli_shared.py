@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+# Narrower text than this is not worth reading; a terminal of fewer columns wraps lines itself.
+_LEAST_WIDTH = 40
+_LEAST_LABEL = 12
 # How often a status line is replaced at most.
 _STATUS_INTERVAL_S = 0.1
+# How often there is a line of progress at most where nothing can be replaced, as in a file.
+_LINE_INTERVAL_S = 20.0
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, envvar="OLED_MOE_MODEL")]
@@ -54,9 +59,8 @@ def use_log_flags(log: LogFlags) -> None:
     """Flags behind the command win over those before it."""
     if log.log_level is not None or log.log_format is not None:
         current = logging.getLevelName(logging.getLogger().level).lower()
-        is_json = any(isinstance(h.formatter, JsonFormatter) for h in logging.getLogger().handlers)
         configure_logging(
-            log.log_level or current, log.log_format or ("json" if is_json else "text")
+            log.log_level or current, log.log_format or ("json" if _logs_json() else "text")
         )
 
 
@@ -86,7 +90,7 @@ def configure_logging(level: str, form: str) -> None:
 
 
 def open_engine(model: str, config: EngineConfig, *, is_quiet: bool = False) -> "Engine":
-    """Load a model, with progress on stderr where that is a terminal."""
+    """Load a model, with progress on stderr."""
     with status_line(is_quiet=is_quiet) as say:
         say("loading torch")
         from oled_moe.engine import Engine
@@ -101,24 +105,42 @@ def open_engine(model: str, config: EngineConfig, *, is_quiet: bool = False) -> 
 
 @contextmanager
 def status_line(*, is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that is replaced by the next and gone at the end."""
-    is_shown = sys.stderr.isatty() and not is_quiet
-    last_s = -_STATUS_INTERVAL_S
+    """Says on stderr what goes on: on a terminal by a line that is replaced by the next and gone at
+    the end, elsewhere by a line of its own every few seconds, so that what is short says nothing.
+    """
+    is_terminal = sys.stderr.isatty()
+    interval_s = _STATUS_INTERVAL_S if is_terminal else _LINE_INTERVAL_S
+    last_s = -interval_s if is_terminal else time.monotonic()
 
     def say(text: str) -> None:
         nonlocal last_s
         now_s = time.monotonic()
         # Counts may come by the thousand; nobody reads so fast, and logs keep every one.
-        if is_shown and (not text or now_s - last_s >= _STATUS_INTERVAL_S):
-            last_s = now_s
+        is_due = now_s - last_s >= interval_s
+        if is_quiet or not (is_due or (is_terminal and not text)):
+            return
+        if is_terminal:
             width = shutil.get_terminal_size().columns
             print(f"\r\x1b[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
+        elif text:
+            _print_progress(text)
+        last_s = now_s
 
     try:
         yield say
     finally:
-        if is_shown:
+        if is_terminal and not is_quiet:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _print_progress(text: str) -> None:
+    if _logs_json():
+        text = json.dumps({"event": "progress", "message": text}, ensure_ascii=False)
+    print(text, file=sys.stderr, flush=True)
+
+
+def _logs_json() -> bool:
+    return any(isinstance(h.formatter, JsonFormatter) for h in logging.getLogger().handlers)
 
 
 def read_prompt_lines(path: Path) -> tuple[bool, list[tuple[str, str]]]:
@@ -155,7 +177,7 @@ Rows = Sequence[tuple[str, str]]
 
 def note(event: str, rows: Rows) -> None:
     """A block on stderr, in the form of the log."""
-    if any(isinstance(h.formatter, JsonFormatter) for h in logging.getLogger().handlers):
+    if _logs_json():
         print(json.dumps({"event": event, **dict(rows)}, ensure_ascii=False), file=sys.stderr)
         return
     print_rows(rows, stream=sys.stderr)
@@ -163,31 +185,71 @@ def note(event: str, rows: Rows) -> None:
         print(file=sys.stderr, flush=True)
 
 
+def line_width(stream: TextIO | None = None) -> int:
+    """Columns of the terminal that a stream is; elsewhere a line may be as long as it likes."""
+    stream = stream or sys.stdout
+    return max(_LEAST_WIDTH, shutil.get_terminal_size().columns) if stream.isatty() else sys.maxsize
+
+
+def wrapped(text: str) -> str:
+    """A paragraph, wrapped where stdout is a terminal."""
+    return "\n".join(_wrap(text, line_width()))
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False) or [""]
+
+
 def print_rows(rows: Rows, *, stream: TextIO | None = None) -> None:
     """Two columns; on a terminal the second is wrapped within itself."""
     stream = stream or sys.stdout
     indent = max(len(label) for label, _ in rows) + 2
-    width = shutil.get_terminal_size().columns if stream.isatty() else 10_000
+    width = max(_LEAST_WIDTH - indent, line_width(stream) - indent)
     for label, value in rows:
-        lines = textwrap.wrap(value, max(20, width - indent), break_on_hyphens=False) or [""]
+        lines = _wrap(value, width)
         print(f"{label:<{indent}}{lines[0]}".rstrip(), file=stream)
         for line in lines[1:]:
             print(" " * indent + line, file=stream)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns with a heading; all but the first are numbers and end at one edge."""
+    """Columns with a heading; all but the first are numbers and end at one edge.
+
+    Where a terminal is too narrow, the first column is wrapped, and what is still too wide becomes
+    several tables, one below the other, each with the first column.
+    """
+    for line in table_lines(header, rows, line_width()):
+        print(line)
+
+
+def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """The lines of a table, `width` letters at most as far as single cells allow."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, *rows]:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join(cells).rstrip())
+    least_label = min(widths[0], max(_LEAST_LABEL, width // 4))
+    groups: list[list[int]] = [[]]
+    for column in range(1, len(header)):
+        taken = sum(widths[i] + 2 for i in (*groups[-1], column))
+        if groups[-1] and least_label + taken > width:
+            groups.append([])
+        groups[-1].append(column)
+    for number, group in enumerate(groups):
+        if number:
+            yield ""
+        spare = width - sum(widths[i] + 2 for i in group)
+        label_width = min(widths[0], max(least_label, spare))
+        for row in [header, *rows]:
+            first, *others = _label_lines(row[0], label_width)
+            cells = [first.ljust(label_width), *(row[i].rjust(widths[i]) for i in group)]
+            yield "  ".join(cells).rstrip()
+            yield from others
 
 
-def wrapped(text: str) -> str:
-    if not sys.stdout.isatty():
-        return text
-    return textwrap.fill(text, shutil.get_terminal_size().columns, break_on_hyphens=False)
+def _label_lines(label: str, width: int) -> list[str]:
+    """A first cell within so many letters; what is indented stays so."""
+    if len(label) <= width:
+        return [label]
+    indent = " " * (len(label) - len(label.lstrip()))
+    return [indent + line for line in _wrap(label.strip(), max(1, width - len(indent)))]
 
 
 def check_output() -> None:

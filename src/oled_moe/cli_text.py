@@ -260,13 +260,17 @@ def checkup_rows(checkup: Mapping[str, Any]) -> Rows:
     ]
     for device, times in checkup["devices"].items():
         source = _COPIES.get(device, "RAM to RAM")
-        rows.append((f"T_H2D, {device}", f"{seconds(times['t_h2d_s'])} per expert, {source}"))
+        words = f"{seconds(times['t_h2d_s'])} for one expert, {source} (the paper's T_H2D)"
+        rows.append((f"copying, {device}", words))
         # On `cpu` no second place computes: every miss is read from disk.
         if device != "cpu":
-            share = percent(times["copy_share"])
-            rows.append((f"rho, {device}", f"{share} of misses copied, the rest run on the CPU"))
+            words = f"{percent(times['copy_share'])} of misses copied, the rest computed on the CPU"
+            rows.append((f"split, {device}", f"{words} (the paper's rho)"))
     rows += [
-        ("tau", f"{seconds(checkup['tau_s'])} of CPU per token of a missed expert"),
+        (
+            "CPU experts",
+            f"{seconds(checkup['tau_s'])} for each token of a missed expert (the paper's tau)",
+        ),
         (
             "tokens per miss",
             f"{checkup['mean_tokens_per_miss']:.2f} tokens for each missed expert "
