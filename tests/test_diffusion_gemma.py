@@ -20,7 +20,13 @@ from torch import Tensor
 
 from oled_moe import Engine, EngineConfig, SamplingParams
 from oled_moe.cli import main
-from oled_moe.config import NO_MASK_ID, DecodingParams, Grammar, sampling_from_generation_config
+from oled_moe.config import (
+    NO_MASK_ID,
+    RANDOM_CANVAS_FIELDS,
+    DecodingParams,
+    Grammar,
+    sampling_from_generation_config,
+)
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
 from oled_moe.engine import StepEvent
 from oled_moe.errors import CheckpointError, ConfigError, OledMoeError
@@ -511,6 +517,8 @@ def test_generation_config_of_a_checkpoint() -> None:
         ({"confidence": "raw"}, "confidence"),
         ({"t_min": 0.5, "t_max": 0.4}, "t_max is 0.4"),
         ({"eos_token_id": 96}, "95"),
+        ({"threshold": 0.5}, "threshold is 0.5; it is for models with masks"),
+        ({"factor": 2.0}, "factor is 2; it is for models with masks"),
     ],
 )
 def test_what_means_nothing_here_is_refused(
@@ -526,6 +534,15 @@ def test_other_models_do_not_take_random_canvases() -> None:
         pytest.raises(ConfigError, match="renoising"),
     ):
         engine.generate([1], SamplingParams(algorithm="renoising"))
+
+
+@pytest.mark.parametrize("name", RANDOM_CANVAS_FIELDS)
+def test_what_only_random_canvases_have_is_refused_by_name(name: str) -> None:
+    with (
+        Engine(GOLDEN.parent / "llada2_a", EngineConfig(hardware=DEFAULT_PROFILE)) as engine,
+        pytest.raises(ConfigError, match=f"{name} is 1; it is for models of random canvases"),
+    ):
+        engine.generate([1], SamplingParams(**{name: 1}))
 
 
 # --- configs and names

@@ -282,9 +282,9 @@ def _print_checkup(checkup: Mapping[str, Any]) -> None:
     print()
     for device, entry in checkup["devices"].items():
         if entry["stored_at"] is None:
-            print(f"The profile for {device} was not stored.")
+            print(wrapped(f"The profile for {device} was not stored."))
         else:
-            print(f"The profile for {device} is stored in {entry['stored_at']}.")
+            print(wrapped(f"The profile for {device} is stored in {entry['stored_at']}."))
 
 
 def _further_rows(checkup: Mapping[str, Any]) -> Rows:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oled_moe.config import (
+    RANDOM_ALGORITHMS,
     TRAINED_ALGORITHMS,
     DecodingParams,
     block_routing_words,
@@ -51,15 +52,6 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
     gpu = engine.gpu_plan
     has_host_experts = config.device == "emulated" or (gpu is not None and gpu.num_pinned > 0)
     runs_on_cpu = config.cpu_experts and has_host_experts and not plan.holds_all_experts
-    loop = f"{decoding.algorithm}, block length {decoding.block_length}"
-    loop += f", threshold {decoding.threshold:g}"
-    if decoding.algorithm in TRAINED_ALGORITHMS:
-        loop += f", edit threshold {decoding.edit_threshold:g}"
-    if decoding.canvas_cache != "none":
-        loop += f", canvas cache {decoding.canvas_cache} (approximate)"
-    if decoding.cont_weight:
-        loop += f", smoothing up to {decoding.cont_weight:g} (approximate)"
-    loop += f", temperature {decoding.temperature:g}, at most {decoding.max_tokens} tokens"
     rows = [
         ("model", f"{model}, {engine.dtype_words}"),
         ("device", device_name(config.device)),
@@ -68,7 +60,7 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
         ("experts", experts),
         ("CPU experts", "on" if runs_on_cpu else "off"),
         ("hardware", f"{engine.hardware.name} ({engine.hardware_source})"),
-        ("decoding", loop),
+        ("decoding", _decoding_words(decoding)),
     ]
     capacity = engine.model_config.decoding.expert_capacity
     if capacity is not None:
@@ -81,6 +73,30 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
     if gpu is None:
         return rows + memory_rows(plan.lines())
     return rows + memory_rows(gpu.gpu_lines()) + memory_rows(gpu.ram_lines())
+
+
+def _decoding_words(decoding: DecodingParams) -> str:
+    """The loop that makes an answer, and what it goes by."""
+    answer = f"at most {decoding.max_tokens} tokens"
+    if decoding.algorithm in RANDOM_ALGORITHMS:
+        heat = "the likeliest tokens"
+        if not decoding.is_greedy:
+            first, last = (decoding.temperature * t for t in (decoding.t_max, decoding.t_min))
+            heat = f"temperature {first:g} falling to {last:g}"
+        return (
+            f"{decoding.algorithm}, canvases of {decoding.block_length} tokens in at most "
+            f"{count(decoding.steps, 'step')}, entropy bound {decoding.eb_threshold:g}, {heat}, "
+            f"{answer}"
+        )
+    loop = f"{decoding.algorithm}, block length {decoding.block_length}"
+    loop += f", threshold {decoding.threshold:g}"
+    if decoding.algorithm in TRAINED_ALGORITHMS:
+        loop += f", edit threshold {decoding.edit_threshold:g}"
+    if decoding.canvas_cache != "none":
+        loop += f", canvas cache {decoding.canvas_cache} (approximate)"
+    if decoding.cont_weight:
+        loop += f", smoothing up to {decoding.cont_weight:g} (approximate)"
+    return f"{loop}, temperature {decoding.temperature:g}, {answer}"
 
 
 def memory_rows(lines: Sequence[tuple[str, int]]) -> Rows:

@@ -43,8 +43,13 @@ ONE_BLOCK_ALGORITHMS = ("lowest_entropy",)
 # Those for models without a mask, whose canvases begin as random tokens.
 RANDOM_ALGORITHMS = ("renoising",)
 DEFAULT_RENOISING_STEPS = 48
-# What a request may say about these alone.
+# What a request may say about these alone, and what about all others.
 RANDOM_CANVAS_FIELDS = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
+MASK_FIELDS = (
+    *("threshold", "edit_threshold", "max_post_edit_steps", "num_to_transfer", "minimal_topk"),
+    *("low_threshold", "remask_threshold", "credit_alpha", "credit_gamma", "credit_beta", "factor"),
+    "eb_gamma",
+)
 # Those for models whose answers are made of blocks of masks.
 BLOCK_ALGORITHMS = tuple(
     name for name in ALGORITHMS if name not in (*ONE_BLOCK_ALGORITHMS, *RANDOM_ALGORITHMS)

@@ -22,6 +22,7 @@ from oled_moe.canvas import new_sequence_of
 from oled_moe.checkpoint import Checkpoint, read_weights
 from oled_moe.config import (
     EDITING_DEFAULTS,
+    MASK_FIELDS,
     RANDOM_CANVAS_FIELDS,
     DecodingParams,
     EngineConfig,
@@ -181,7 +182,7 @@ class EnginePlan:
 
         Raises: ConfigError, InputError for what this model cannot do.
         """
-        _check_has_random_canvas(self.model_config.decoding, params)
+        _check_given(self.model_config.decoding, params)
         params = _with_canvas(self.model_config.decoding, params, num_prompt_tokens).with_defaults(
             self.sampling_defaults
         )
@@ -721,15 +722,16 @@ def _check_canvas(family: FamilyDecoding, params: DecodingParams, num_prompt_tok
         )
 
 
-def _check_has_random_canvas(family: FamilyDecoding, params: SamplingParams) -> None:
-    """Refuse what only means something for a canvas of random tokens."""
-    for name in RANDOM_CANVAS_FIELDS:
+def _check_given(family: FamilyDecoding, params: SamplingParams) -> None:
+    """Refuse what a request says about masks where there are none, and the other way round."""
+    if family.canvas_length:
+        names, models = MASK_FIELDS, "models with masks; this one accepts tokens by eb_threshold"
+    else:
+        names, models = RANDOM_CANVAS_FIELDS, "models of random canvases (DiffusionGemma)"
+    for name in names:
         value = getattr(params, name)
-        if value is not None and not family.canvas_length:
-            raise ConfigError(
-                f"{name} is {value:g}; it is for models whose canvases begin as random tokens "
-                "(DiffusionGemma): leave it out"
-            )
+        if value is not None:
+            raise ConfigError(f"{name} is {value:g}; it is for {models}: leave it out")
 
 
 def _check_random_canvas(family: FamilyDecoding, params: DecodingParams) -> None:
