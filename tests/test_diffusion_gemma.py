@@ -465,10 +465,38 @@ def test_a_canvas_draws_new_noise_where_nothing_was_accepted() -> None:
 def test_numbers_that_are_not_finite_are_an_error() -> None:
     logits = torch.zeros(CANVAS, 50)
     logits[3, 4] = torch.nan
-    with pytest.raises((OledMoeError, RuntimeError), match="finite|nan"):
-        canvas_of().step(logits)
-    with pytest.raises(OledMoeError, match="not finite"):
-        canvas_of(temperature=0.0).step(logits)
+    for settings in ({}, {"temperature": 0.0}):
+        with pytest.raises(OledMoeError, match="not finite"):
+            canvas_of(**settings).step(logits.clone())
+
+
+@pytest.mark.parametrize("settings", [{"t_min": 0.0, "t_max": 1e-40}, {"temperature": 1e-60}])
+def test_next_to_no_temperature_draws_the_likeliest_tokens(settings: dict[str, float]) -> None:
+    logits = torch.randn(CANVAS, 50, generator=torch.Generator().manual_seed(1))
+    step = canvas_of(**settings).step(30 * logits)
+    assert step.token_ids.tolist() == step.best_ids.tolist() == logits.argmax(-1).tolist()
+    assert step.confidence.tolist() == [1.0] * CANVAS
+
+
+@pytest.mark.parametrize("length", [1, 3, 13])
+@pytest.mark.parametrize("num_prompt", [0, 1, 3, 100])
+def test_canvases_of_any_length_fit_behind_any_prompt(
+    length: int, num_prompt: int, tmp_path: Path
+) -> None:
+    shutil.copy(GOLDEN / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values_of(canvas_length=length)))
+    prompt = [(7 * i) % 96 for i in range(num_prompt)]
+    found = []
+    for budget in (None, 0.5):
+        config = EngineConfig(hardware=DEFAULT_PROFILE, experts_per_layer=budget)
+        with Engine(tmp_path, config) as engine:
+            found += [
+                engine.generate(prompt, SamplingParams(max_tokens=n, steps=3, ignore_eos=True))
+                for n in (1, length, 2 * length + 1)
+            ]
+    sizes = [len(result.token_ids) for result in found]
+    assert sizes == 2 * [1, length, 2 * length + 1]
+    assert [r.token_ids for r in found[:3]] == [r.token_ids for r in found[3:]]
 
 
 # --- what is asked for

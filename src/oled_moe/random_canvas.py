@@ -26,6 +26,8 @@ from oled_moe.sampling import SAMPLING_SLICE, Guesses
 from oled_moe.types import BoolArray, IntArray
 from oled_moe.unmasking import BlockState, BlockUpdate
 
+_LEAST_TEMPERATURE = 1e-30
+
 
 @dataclass(frozen=True, slots=True)
 class CanvasStep:
@@ -73,6 +75,12 @@ class RandomCanvas:
         """
         params, generator = self._params, self._generator
         logits_CV.div_(self._temperature())
+        entropy_C = _entropies(logits_CV)
+        if not bool(torch.isfinite(entropy_C).all()):
+            raise OledMoeError(
+                "the model computed numbers that are not finite; its weights or config.json are "
+                "damaged, or the dtype is too narrow: download it again, or try float32"
+            )
         best_C = logits_CV.argmax(-1)
         shares_CV = logits_CV.softmax(-1)
         confidence_C = shares_CV.gather(1, best_C[:, None])[:, 0]
@@ -80,22 +88,16 @@ class RandomCanvas:
         if not params.is_greedy:
             drawn_C = torch.multinomial(shares_CV, 1, generator=generator)[:, 0]
         del shares_CV
-        entropy_C = _entropies(logits_CV)
         is_accepted = _accepted(entropy_C, params.eb_threshold)
         self._tokens_C = torch.where(is_accepted, drawn_C, self._noise())
         self._num_steps += 1
         self.is_over = self._has_settled(best_C, entropy_C) or self._num_steps == params.steps
         if not self.is_over:
             self.condition = self._model.condition(logits_CV)
-        # One synchronisation for everything; doubles hold ids and fp32 exactly.
-        columns = (entropy_C, drawn_C, is_accepted, best_C, confidence_C)
+        # One synchronisation for the rest; doubles hold ids and fp32 exactly.
+        columns = (drawn_C, is_accepted, best_C, confidence_C)
         found = torch.stack([column.double() for column in columns]).cpu().numpy()
-        entropy, drawn, accepted, best, confidence = found
-        if not np.isfinite(entropy).all():
-            raise OledMoeError(
-                "the model computed numbers that are not finite; its weights or config.json are "
-                "damaged, or the dtype is too narrow: download it again, or try float32"
-            )
+        drawn, accepted, best, confidence = found
         return CanvasStep(
             drawn.astype(np.int64),
             accepted > 0,
@@ -108,7 +110,8 @@ class RandomCanvas:
         params = self._params
         left = torch.tensor(params.steps - self._num_steps, dtype=torch.int32)
         scheduled = params.t_min + (params.t_max - params.t_min) * (left / params.steps)
-        return scheduled * (params.temperature or 1.0)
+        # Any lower one takes the likeliest tokens too, and divides logits into infinities.
+        return (scheduled * (params.temperature or 1.0)).clamp_min(_LEAST_TEMPERATURE)
 
     def _noise(self) -> Tensor:
         # In the reference's shape, so that the same seed gives the same tokens.
