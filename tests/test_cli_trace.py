@@ -207,3 +207,9 @@ def test_prompts_behind_a_byte_order_mark_and_with_odd_line_ends(tmp_path: Path)
     is_json, lines = read_prompt_lines(path)
     assert is_json and [line for _, line in lines] == ['{"prompt": "a\u2028b"}', '{"prompt": "c"}']
     assert lines[1][0].endswith("line 3")
+
+
+def test_alone_it_says_what_there_is_like_the_program_itself(run: Run) -> None:
+    code, out, err = run("trace")
+    assert (code, err) == (0, "") and out == run("trace", "--help")[1]
+    assert "Record routing, look at it, make it up." in run("--help")[1]

@@ -35,6 +35,8 @@ from oled_moe.models import diffusion_gemma
 from oled_moe.random_canvas import RandomCanvas, _accepted
 from oled_moe.recording import PromptToRecord, record_trace
 from oled_moe.scheduler import Scheduler, StepReport
+from oled_moe.server_prompts import sampling_params
+from oled_moe.server_schema import CompletionRequest
 from oled_moe.simulator import simulate
 from oled_moe.store import ExpertPart
 from oled_moe.traces import load_trace, save_trace
@@ -554,6 +556,15 @@ def test_what_means_nothing_here_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         engine.generate(PROMPT, SamplingParams(**settings))
+
+
+def test_a_server_draws_anew_each_time_unless_told_a_seed(engine: Engine) -> None:
+    def seed_of(**values: Any) -> int | None:
+        body = CompletionRequest(prompt=[1], **values)
+        return sampling_params(engine, body, SamplingParams(), None).seed
+
+    assert seed_of() != seed_of() and seed_of(seed=3) == 3
+    assert seed_of(temperature=0.0) is None
 
 
 def test_other_models_do_not_take_random_canvases() -> None:

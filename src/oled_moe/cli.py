@@ -292,7 +292,7 @@ app.command(cls=PanelCommand, short_help="Replay a routing trace under any polic
 app.command(cls=PanelCommand, short_help="Redo a figure of the paper.")(reproduce)
 
 
-app.add_typer(trace_app, name="trace")
+app.add_typer(trace_app, name="trace", short_help="Record routing, look at it, make it up.")
 
 
 @app.command(cls=PanelCommand, short_help="Say what a checkpoint or a trace holds.")

@@ -53,8 +53,14 @@ trace_app = typer.Typer(
     help="Record, look at and make up routing traces.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
 )
+
+
+@trace_app.callback(invoke_without_command=True)
+def trace(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
 
 Out = Annotated[
     Path,

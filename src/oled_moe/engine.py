@@ -724,6 +724,7 @@ def _check_canvas(family: FamilyDecoding, params: DecodingParams, num_prompt_tok
 
 def _check_given(family: FamilyDecoding, params: SamplingParams) -> None:
     """Refuse what a request says about masks where there are none, and the other way round."""
+    names: tuple[str, ...]
     if family.canvas_length:
         names, models = MASK_FIELDS, "models with masks; this one accepts tokens by eb_threshold"
     else:

@@ -160,8 +160,8 @@ def _open_as_stored(model: str | Path, wanted: EngineConfig, hub_cache: Path | N
             note = f"{name} is not in the local hub cache: its sizes are taken from its name"
             return _open_shape(name, wanted, notes=[note])
         raise ModelNotFoundError(
-            f"{error}; its config.json alone, in a directory, will do to plan it; sizes are known "
-            f"of {', '.join(SHAPES)}"
+            f"{error}; or plan a directory that holds its config.json alone, or sizes by name: "
+            f"{', '.join(SHAPES)}"
         ) from None
     missing = _missing_weights(path)
     if not missing:

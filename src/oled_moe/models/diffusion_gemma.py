@@ -129,6 +129,7 @@ class Config:
         defaults = SamplingParams(
             algorithm=RANDOM_ALGORITHMS[0],
             block_length=self.canvas_length,
+            temperature=1.0,
             eos_token_id=first,
             stop_token_ids=others,
         )
