@@ -39,6 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memory",
         "model_paths",
         "metrics",
+        "machine",
         "profiler",
         "devices",
         "engine",

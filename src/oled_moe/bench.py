@@ -33,10 +33,10 @@ from oled_moe.engine import Engine
 from oled_moe.environment import Load, git_revision
 from oled_moe.errors import ConfigError, OledMoeError
 from oled_moe.inspection import package_versions, plan_to_dict
+from oled_moe.machine import machine_facts, usable_memory_bytes
 from oled_moe.memory import MemoryPlan
 from oled_moe.metrics import GenerationStats, combine_stats
 from oled_moe.policies import build_policy
-from oled_moe.profiler import machine_facts, usable_memory_bytes
 from oled_moe.sizing import slots_of_layers, staging_beside
 
 FORMAT_VERSION = 1

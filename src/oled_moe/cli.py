@@ -345,7 +345,7 @@ def inspect(
 def version(as_json: Json = False) -> None:
     """Print the versions that matter, and facts about this machine."""
     from oled_moe.inspection import package_versions
-    from oled_moe.profiler import machine_facts
+    from oled_moe.machine import machine_facts
 
     facts = machine_facts()
     if as_json:

@@ -63,6 +63,7 @@ from oled_moe.hardware import load_hardware
 from oled_moe.kernels.cpu import max_native_rows
 from oled_moe.kernels.native import native_kernels
 from oled_moe.layers import ATTENTION_SLICE, LOGIT_ROWS
+from oled_moe.machine import usable_memory_bytes
 from oled_moe.memory import (
     SYSTEM_RESERVE_BYTES,
     GpuMemoryPlan,
@@ -77,7 +78,7 @@ from oled_moe.model_paths import find_model
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.packs import expert_dtype_name
 from oled_moe.policies import OffloadPolicy, build_policy
-from oled_moe.profiler import SMALL_EXPERT_BYTES, default_profile_path, usable_memory_bytes
+from oled_moe.profiler import SMALL_EXPERT_BYTES, default_profile_path
 from oled_moe.sampling import SAMPLING_SLICE
 from oled_moe.sharing import ExpertSharing, build_sharing
 from oled_moe.store import ExpertLayout, ExpertPart

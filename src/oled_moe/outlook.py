@@ -47,6 +47,7 @@ from oled_moe.errors import (
     ModelNotFoundError,
 )
 from oled_moe.hardware import load_hardware
+from oled_moe.machine import machine_facts, usable_memory_bytes
 from oled_moe.memory import (
     SHARE_OF_FREE,
     SYSTEM_RESERVE_BYTES,
@@ -66,7 +67,6 @@ from oled_moe.prediction import (
     Residency,
     predict,
 )
-from oled_moe.profiler import machine_facts, usable_memory_bytes
 from oled_moe.quantization import QuantSpec
 from oled_moe.shapes import SHAPES, find_shape, shape_name
 from oled_moe.store import ExpertLayout, ExpertPart

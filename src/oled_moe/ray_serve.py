@@ -469,7 +469,7 @@ def run(args: ServeArgs, *, host: str, port: int, on_ready: Callable[[], None]) 
     from ray import serve
 
     from oled_moe.inspection import describe_checkpoint
-    from oled_moe.profiler import usable_cores
+    from oled_moe.machine import usable_cores
     from oled_moe.server_host import open_socket
 
     if port == 0:
@@ -495,8 +495,8 @@ def run(args: ServeArgs, *, host: str, port: int, on_ready: Callable[[], None]) 
 
 def _divided(args: ServeArgs, num_cores: int) -> ServeArgs:
     """The arguments for replicas that have one machine together: an engine alone takes it all."""
+    from oled_moe.machine import usable_memory_bytes
     from oled_moe.memory import SHARE_OF_FREE
-    from oled_moe.profiler import usable_memory_bytes
 
     shares: dict[str, int] = {}
     if "num_cpus" not in args.model_fields_set:

@@ -32,10 +32,11 @@ from oled_moe.environment import Load, git_revision
 from oled_moe.errors import ConfigError
 from oled_moe.hardware import load_hardware
 from oled_moe.inspection import package_versions
+from oled_moe.machine import machine_facts
 from oled_moe.memory import MemoryPlan
 from oled_moe.models import find_family
 from oled_moe.policies import build_policy
-from oled_moe.profiler import MIN_QUEUE_DEPTH, default_profile_path, machine_facts
+from oled_moe.profiler import MIN_QUEUE_DEPTH, default_profile_path
 from oled_moe.replay import (
     MIN_WARMUP,
     Replay,

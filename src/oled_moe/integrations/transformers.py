@@ -35,6 +35,7 @@ from oled_moe.experts import OffloadedExperts
 from oled_moe.kernels import ExpertKernel
 from oled_moe.kernels.cpu import CpuExpertKernel
 from oled_moe.lanes import InlineLane, Lane
+from oled_moe.machine import usable_memory_bytes
 from oled_moe.memory import (
     SYSTEM_RESERVE_BYTES,
     MemoryPlan,
@@ -44,7 +45,7 @@ from oled_moe.memory import (
     process_memory_bytes,
 )
 from oled_moe.policies import OffloadPolicy, build_policy
-from oled_moe.profiler import default_profile_path, usable_memory_bytes
+from oled_moe.profiler import default_profile_path
 from oled_moe.store import ExpertStore, HostExpertStore
 from oled_moe.traces import RoutingTrace, TraceRecorder, TraceRequest
 from oled_moe.types import ForwardContext, ForwardOutcome, MoeShape, Phase
