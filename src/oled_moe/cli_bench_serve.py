@@ -272,12 +272,13 @@ def print_figures(figures: Mapping[str, Any]) -> None:
             _print_line(f"{statistic} {short} (ms)", figures[f"{statistic.lower()}_{name}_ms"])
     print("=" * _TITLE_WIDTH)
     if figures["is_itl_degenerate"]:
-        num_single = count(figures["single_chunk_answers"], "answer")
         words = (
             f"Text came {figures['tokens_per_chunk']:.1f} tokens at a time: inter-token latency is "
-            f"the time between pieces, not between tokens. {num_single} came in one piece, for "
-            "which vLLM's TPOT is next to nothing."
+            "the time between pieces, not between tokens."
         )
+        if figures["single_chunk_answers"]:
+            num_single = count(figures["single_chunk_answers"], "answer")
+            words += f" {num_single} came in one piece, for which vLLM's TPOT is next to nothing."
         print(wrapped(words))
     _print_failures(figures)
 
