@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import oled_moe.engine
 import oled_moe.inspection
+import oled_moe.measuring
 import oled_moe.profiler
 from oled_moe import block_screen, cli_flags, demo_screen
 from oled_moe.cli import main
@@ -451,7 +452,7 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.fixture
 def quick_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures next to nothing, with the code of the real thing."""
-    small = oled_moe.profiler.Effort(2**21, 64, 2**20, 1, 2, 0.01, 0.2)
+    small = oled_moe.measuring.Effort(2**21, 64, 2**20, 1, 2, 0.01, 0.2)
     measure = oled_moe.profiler.measure_hardware
     monkeypatch.setattr(oled_moe.profiler, "_MIN_WORKING_SET_BYTES", 2**21)
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from oled_moe import cli, outlook, profiler
+from oled_moe import cli, measuring, outlook, profiler
 from oled_moe.cli_plan import print_outlook
 from oled_moe.config import EngineConfig
 from oled_moe.costs import DEFAULT_PROFILE
@@ -504,7 +504,7 @@ def test_software_is_measured_on_the_bundled_model() -> None:
 
 @pytest.fixture
 def quick_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = profiler.Effort(2**21, 64, 2**20, 1, 2, 0.01, 0.2)
+    small = measuring.Effort(2**21, 64, 2**20, 1, 2, 0.01, 0.2)
     measure = profiler.measure_hardware
     monkeypatch.setattr(profiler, "_MIN_WORKING_SET_BYTES", 2**21)
     monkeypatch.setattr(

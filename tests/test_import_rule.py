@@ -40,6 +40,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "model_paths",
         "metrics",
         "machine",
+        "measuring",
+        "disk_speed",
         "profiler",
         "devices",
         "engine",

@@ -19,25 +19,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oled_moe import profiler
+from oled_moe import disk_speed, profiler
 from oled_moe.costs import DEFAULT_PROFILE, CostModel, load_profile
+from oled_moe.disk_speed import QUEUE_DEPTHS, DiskRead, best_disk_read
 from oled_moe.errors import ConfigError, DoesNotFitError, OledMoeError
 from oled_moe.machine import machine_facts
+from oled_moe.measuring import FULL, Effort, Figure
 from oled_moe.profiler import (
     COPY_SHARES,
     DENSE_ROWS,
     EXPERT_ROWS,
-    FULL,
-    QUEUE_DEPTHS,
     CopyTime,
-    DiskRead,
-    Effort,
     ExpertTime,
-    Figure,
     GpuMeasurements,
     Measurements,
     ProductTime,
-    best_disk_read,
     default_profile_path,
     fit_affine,
     measure_gpu,
@@ -259,13 +255,13 @@ def test_scratch_takes_at_most_a_quarter_of_the_free_disk(
 
 
 def test_read_errors_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_reads = profiler._disk_reads
+    real_reads = disk_speed._disk_reads
 
     def cut_first(descriptor: int, *rest: Any) -> Any:
         os.ftruncate(descriptor, 0)
         return real_reads(descriptor, *rest)
 
-    monkeypatch.setattr(profiler, "_disk_reads", cut_first)
+    monkeypatch.setattr(disk_speed, "_disk_reads", cut_first)
     found = measure(tmp_path)
     assert found.disk_reads == ()
     assert sum("reads not measured" in warning for warning in found.warnings) == 2
@@ -358,9 +354,9 @@ def test_directory_in_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
     warnings: list[str] = []
-    profiler._warn_if_in_memory(tmp_path, warnings)
+    disk_speed._warn_if_in_memory(tmp_path, warnings)
     assert len(warnings) == 1 and "tmpfs" in warnings[0]
-    profiler._warn_if_in_memory(tmp_path.parent, warnings)
+    disk_speed._warn_if_in_memory(tmp_path.parent, warnings)
     assert len(warnings) == 1
 
 

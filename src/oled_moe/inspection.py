@@ -26,6 +26,7 @@ from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
 from oled_moe.hardware import load_hardware
 from oled_moe.hub_cache import default_hub_cache
 from oled_moe.kernels import KERNELS
+from oled_moe.measuring import QUICK
 from oled_moe.model_paths import DEMO_MODEL, find_model
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.outlook import (
@@ -39,7 +40,6 @@ from oled_moe.outlook import plan_to_dict as plan_to_dict
 from oled_moe.packs import expert_dtype_name
 from oled_moe.prediction import DEFAULT_PROMPT_TOKENS
 from oled_moe.profiler import (
-    QUICK,
     Measurements,
     default_profile_path,
     expert_products,

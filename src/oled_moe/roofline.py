@@ -24,10 +24,10 @@ from torch import Tensor
 
 from oled_moe.checkpoint import Checkpoint
 from oled_moe.config import format_size
+from oled_moe.disk_speed import BUFFERED_ADVANTAGE
 from oled_moe.kernels.native import native_kernels
 from oled_moe.machine import usable_cores, usable_memory_bytes
 from oled_moe.models import find_family
-from oled_moe.profiler import BUFFERED_ADVANTAGE
 from oled_moe.store import (
     READ_METHODS,
     DiskExpertStore,
