@@ -1015,13 +1015,18 @@ AVX512 INLINE __m128 sum_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
 
 AVX512 INLINE void step_avx512(const int rows, __m512 sums[][TILE_OUTPUTS], const __m512i *weights,
                                const float *x) {
+    __m512 even[TILE_OUTPUTS], odd[TILE_OUTPUTS];
     for (int o = 0; o < TILE_OUTPUTS; o++) {
-        __m512 even = even_places(weights[o]), odd = odd_places(weights[o]);
-        for (int t = 0; t < rows; t++) {
-            const float *row = x + t * AVX512_STEP;
-            sums[t][o] = _mm512_fmadd_ps(even, _mm512_loadu_ps(row), sums[t][o]);
-            sums[t][o] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(row + 16), sums[t][o]);
-        }
+        even[o] = even_places(weights[o]);
+        odd[o] = odd_places(weights[o]);
+    }
+    for (int t = 0; t < rows; t++, x += AVX512_STEP) {
+        __m512 value = _mm512_loadu_ps(x);
+        for (int o = 0; o < TILE_OUTPUTS; o++)
+            sums[t][o] = _mm512_fmadd_ps(even[o], value, sums[t][o]);
+        value = _mm512_loadu_ps(x + 16);
+        for (int o = 0; o < TILE_OUTPUTS; o++)
+            sums[t][o] = _mm512_fmadd_ps(odd[o], value, sums[t][o]);
     }
 }
 
