@@ -1,4 +1,4 @@
-"""Writes tiny checkpoints in the layouts that are met in the wild (models.md 3.1)."""
+"""Writes tiny checkpoints in the layouts met in the wild (models.md 3.1), and reads them."""
 
 import json
 import re
@@ -9,6 +9,10 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from oled_moe.checkpoint import Checkpoint, read_weights
+from oled_moe.models import find_family
+from oled_moe.store import DiskExpertStore, aligned_empty
 
 Convention = Literal["single", "llada20", "llada21", "merged"]
 Shards = dict[str, dict[str, Tensor]]
@@ -122,6 +126,43 @@ def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, experts in stacks.items()
     }
     return rest | stacked
+
+
+def load_weights(
+    path: Path, dtype: torch.dtype | None = None, method: str = "direct"
+) -> tuple[dict[str, Tensor], DiskExpertStore]:
+    """All that is no expert, and the experts, as an engine has them."""
+    checkpoint = Checkpoint.open(path)
+    family = find_family(checkpoint.config)
+    config = family.config(checkpoint.config)
+    return read_weights(
+        checkpoint,
+        map_weight=family.weight_map(config),
+        shapes=family.parameter_shapes(config),
+        num_moe_layers=config.num_moe_layers,
+        num_experts=config.num_experts,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        dtype=dtype,
+        keep_dtype=family.kept_dtypes(config),
+        method=method,
+    )
+
+
+def check_experts(
+    store: DiskExpertStore, values: Mapping[str, Tensor], first_layer: int = 1
+) -> None:
+    """Every expert of a store, which is closed then, is these values rounded to its dtype."""
+    slot, layout = aligned_empty(store.layout.slot_bytes), store.layout
+    for layer in range(store.num_layers):
+        for expert in range(store.num_experts):
+            store.read_into(layer, expert, slot)
+            found = layout.views(slot)
+            at = f"model.layers.{layer + first_layer}.mlp.experts.{expert}"
+            gate, up, down = (values[f"{at}.{end}_proj.weight"] for end in ("gate", "up", "down"))
+            assert torch.equal(found.gate_up, torch.cat([gate, up]).to(layout.dtype)), at
+            assert torch.equal(found.down, down.to(layout.dtype)), at
+    store.close()
 
 
 def _cut_by_bytes(tensors: Mapping[str, Tensor], num_files: int) -> Shards:

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import synthetic_llada2
+from checkpoints import check_experts, load_weights, synthetic_llada2
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from ggufs import SCALES, encoded, random_blocks, write_config, write_gguf
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from oled_moe.checkpoint import Checkpoint, read_weights
+from oled_moe.checkpoint import Checkpoint
 from oled_moe.cli import app
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_PROFILE
@@ -34,7 +34,6 @@ from oled_moe.inspection import describe_checkpoint
 from oled_moe.models import find_family
 from oled_moe.outlook import open_sizes
 from oled_moe.packing import pack_checkpoint
-from oled_moe.store import DiskExpertStore, aligned_empty
 
 GOLDEN = Path(__file__).parent / "golden"
 # A golden set, and what it is converted to where its metadata say all.
@@ -74,41 +73,14 @@ def golden(model: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, load_file(GOLDEN / model / "model.safetensors")
 
 
-def load(path: Path, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], DiskExpertStore]:
-    checkpoint = Checkpoint.open(path)
-    family = find_family(checkpoint.config)
-    config = family.config(checkpoint.config)
-    return read_weights(
-        checkpoint,
-        map_weight=family.weight_map(config),
-        shapes=family.parameter_shapes(config),
-        num_moe_layers=config.num_moe_layers,
-        num_experts=config.num_experts,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.moe_intermediate_size,
-        dtype=dtype,
-        keep_dtype=family.kept_dtypes(config),
-        method="direct",
-    )
-
-
 def check(path: Path, values: dict[str, Tensor], dtype: torch.dtype, first_layer: int) -> None:
     """Every weight of the files is that value, rounded to `dtype`, others than experts before."""
-    weights, store = load(path, dtype)
+    weights, store = load_weights(path, dtype)
     records = Checkpoint.open(path).tensors
     for name, weight in weights.items():
         stored = values[name].to(records[name].dtype)
         assert torch.equal(weight, stored.to(weight.dtype)), name
-    slot = aligned_empty(store.layout.slot_bytes)
-    for layer in range(store.num_layers):
-        for expert in range(store.num_experts):
-            store.read_into(layer, expert, slot)
-            read = store.layout.views(slot)
-            at = f"model.layers.{layer + first_layer}.mlp.experts.{expert}"
-            gate, up, down = (values[f"{at}.{end}_proj.weight"] for end in ("gate", "up", "down"))
-            assert torch.equal(read.gate_up, torch.cat([gate, up]).to(dtype))
-            assert torch.equal(read.down, down.to(dtype))
-    store.close()
+    check_experts(store, values, first_layer)
 
 
 def first_layer_of(config: dict[str, Any]) -> int:
@@ -299,7 +271,7 @@ def test_the_plan_counts_what_decoding_takes(tmp_path: Path) -> None:
     write_mixed(path)
     sizes = open_sizes(path).weights
     assert sizes.layout.weight_bytes == 3 * 256 * 256 * 2
-    weights, store = load(path, torch.bfloat16)
+    weights, store = load_weights(path, torch.bfloat16)
     assert sizes.dense_bytes == sum(weight.nbytes for weight in weights.values())
     assert store.scratch_bytes <= sizes.read_slots * sizes.layout.slot_bytes
     store.close()

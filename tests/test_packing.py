@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Convention, synthetic_llada2, write_checkpoint
+from checkpoints import Convention, load_weights, synthetic_llada2, write_checkpoint
 from torch import Tensor
 
 from oled_moe import cli, pack_writer
-from oled_moe.checkpoint import Checkpoint, find_weights, read_weights
+from oled_moe.checkpoint import Checkpoint, find_weights
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
 from oled_moe.engine import Engine
@@ -83,26 +83,6 @@ def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def load(
-    path: Path, dtype: torch.dtype | None = None, method: str = "direct"
-) -> tuple[dict[str, Tensor], DiskExpertStore]:
-    checkpoint = Checkpoint.open(path)
-    family = find_family(checkpoint.config)
-    config = family.config(checkpoint.config)
-    return read_weights(
-        checkpoint,
-        map_weight=family.weight_map(config),
-        shapes=family.parameter_shapes(config),
-        num_moe_layers=config.num_moe_layers,
-        num_experts=config.num_experts,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.moe_intermediate_size,
-        dtype=dtype,
-        keep_dtype=family.kept_dtypes(config),
-        method=method,
-    )
-
-
 def slots_of(store: DiskExpertStore) -> list[Tensor]:
     """Every expert, each read into memory full of ones."""
     slots = []
@@ -145,14 +125,14 @@ def test_as_stored_from_every_layout(
     source = write_source(tmp_path / "source", convention, dtype)
     report = pack_checkpoint(source, tmp_path / "pack")
     assert report.expert_dtype == str(dtype).removeprefix("torch.")
-    check_same(load(tmp_path / "pack"), load(source))
-    check_same(load(tmp_path / "pack", torch.float32), load(source, torch.float32))
+    check_same(load_weights(tmp_path / "pack"), load_weights(source))
+    check_same(load_weights(tmp_path / "pack", torch.float32), load_weights(source, torch.float32))
 
 
 @pytest.mark.parametrize("model", GOLDEN_MODELS)
 def test_golden_models_are_the_same_bits(model: str, tmp_path: Path) -> None:
     pack_checkpoint(GOLDEN / model, tmp_path / "pack")
-    check_same(load(tmp_path / "pack"), load(GOLDEN / model))
+    check_same(load_weights(tmp_path / "pack"), load_weights(GOLDEN / model))
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -194,14 +174,14 @@ def test_the_demo_model_runs_in_whole_numbers(dtype: str, tmp_path: Path) -> Non
 def test_narrower_only_where_asked(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", dtype=torch.float32)
     pack_checkpoint(source, tmp_path / "experts", dtype="bf16")
-    weights, store = load(tmp_path / "experts")
+    weights, store = load_weights(tmp_path / "experts")
     assert store.layout.dtype == torch.bfloat16 and weights[NORM].dtype == torch.float32
-    for slot, other in zip(slots_of(store), slots_of(load(source)[1]), strict=True):
+    for slot, other in zip(slots_of(store), slots_of(load_weights(source)[1]), strict=True):
         wide = ExpertLayout(20, 33, torch.float32).views(other)
         for matrix, expected in zip(store.layout.views(slot), wide, strict=True):
             assert torch.equal(matrix, expected.to(torch.bfloat16))
     pack_checkpoint(source, tmp_path / "all", dtype="bf16", dense_dtype="bf16")
-    weights, store = load(tmp_path / "all")
+    weights, store = load_weights(tmp_path / "all")
     store.close()
     assert weights[NORM].dtype == torch.bfloat16 and weights[ROUTER].dtype == torch.float32
 
@@ -210,8 +190,8 @@ def test_narrower_only_where_asked(tmp_path: Path) -> None:
 def test_whole_numbers_are_those_of_the_reference(form: str, source: Path, tmp_path: Path) -> None:
     spec = QuantSpec.parse(form)
     report = pack_checkpoint(source, tmp_path / "pack", dtype=form)
-    weights, store = load(tmp_path / "pack")
-    original = load(source)
+    weights, store = load_weights(tmp_path / "pack")
+    original = load_weights(source)
     assert store.layout.quant == spec and report.expert_dtype == str(spec)
     assert report.slot_bytes == store.layout.slot_bytes
     for name, weight in original[0].items():
@@ -232,8 +212,8 @@ def test_ways_of_rounding(method: str, source: Path, tmp_path: Path) -> None:
     assert PackManifest.read(tmp_path / "pack" / MANIFEST_NAME).method == method
     layout = Checkpoint.open(tmp_path / "pack").pack
     assert layout is not None and layout.layout.quant is not None
-    slot = slots_of(load(tmp_path / "pack")[1])[7]
-    gate_up, _ = ExpertLayout(20, 33, torch.bfloat16).views(slots_of(load(source)[1])[7])
+    slot = slots_of(load_weights(tmp_path / "pack")[1])[7]
+    gate_up, _ = ExpertLayout(20, 33, torch.bfloat16).views(slots_of(load_weights(source)[1])[7])
     up = layout.layout.packed_views(slot).up
     assert torch.equal(up, quantize(gate_up[33:], layout.layout.quant, method))
 
@@ -242,8 +222,8 @@ def test_what_quantised_experts_are_multiplied_with_may_be_chosen(
     source: Path, tmp_path: Path
 ) -> None:
     pack_checkpoint(source, tmp_path / "pack", dtype="int8")
-    _, narrow = load(tmp_path / "pack")
-    _, wide = load(tmp_path / "pack", torch.float32)
+    _, narrow = load_weights(tmp_path / "pack")
+    _, wide = load_weights(tmp_path / "pack", torch.float32)
     assert wide.layout.dtype == torch.float32 and narrow.layout.dtype == torch.bfloat16
     for slot, other in zip(slots_of(narrow), slots_of(wide), strict=True):
         assert torch.equal(slot, other)
@@ -272,7 +252,7 @@ def test_packing_a_packed_model_again_as_whole_numbers(
 
 
 def test_one_expert_is_one_aligned_read(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, store = load(packed)
+    _, store = load_weights(packed)
     if store.method != "direct":
         pytest.skip("no direct reads in this file system")
     reads: list[tuple[int, list[int]]] = []
@@ -292,7 +272,7 @@ def test_one_expert_is_one_aligned_read(packed: Path, monkeypatch: pytest.Monkey
 
 
 def test_padding_is_zero(packed: Path) -> None:
-    _, store = load(packed)
+    _, store = load_weights(packed)
     layout = store.layout
     for slot in slots_of(store):
         assert not slot[layout.gate_up_bytes : layout.down_offset].any()
@@ -302,7 +282,7 @@ def test_padding_is_zero(packed: Path) -> None:
 def test_others_can_open_the_files(packed: Path) -> None:
     from safetensors.torch import load_file
 
-    weights, store = load(packed)
+    weights, store = load_weights(packed)
     dense = load_file(packed / "dense.safetensors")
     assert all(torch.equal(dense[name], weight) for name, weight in weights.items())
     slots = load_file(packed / "experts-00001.safetensors")
@@ -648,7 +628,7 @@ def inspect(path: Path) -> None:
 
 
 def load_all(path: Path) -> None:
-    slots_of(load(path)[1])
+    slots_of(load_weights(path)[1])
 
 
 def test_a_flipped_byte_anywhere_is_found(packed: Path, tmp_path: Path) -> None:
@@ -694,7 +674,7 @@ def test_the_expert_that_is_damaged_is_named_when_it_is_read(packed: Path, tmp_p
     path = copy / "experts-00001.safetensors"
     # Somewhere in the last expert, which is the last of the file.
     flip(path, path.stat().st_size - 2000, 4)
-    _, store = load(copy)
+    _, store = load_weights(copy)
     slot = aligned_empty(store.layout.slot_bytes)
     store.read_into(1, 4, slot)
     for _ in range(2):
