@@ -47,7 +47,15 @@ def to_int32(codes: Tensor, bits: int, axis: int) -> Tensor:
     return (whole if axis == 0 else whole.T).contiguous()
 
 
-def gptq(bits: int, group_size: int, *, is_v2: bool = False, order: bool = False) -> Writer:
+def gptq(
+    bits: int,
+    group_size: int,
+    *,
+    is_v2: bool = False,
+    order: bool = False,
+    is_symmetric: bool = False,
+    scale_dtype: torch.dtype = torch.float16,
+) -> Writer:
     def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         outputs, inputs = weight.shape
         size = inputs if group_size < 0 else group_size
@@ -56,10 +64,14 @@ def gptq(bits: int, group_size: int, *, is_v2: bool = False, order: bool = False
         group = torch.arange(inputs) // size
         if order:
             group = group[torch.randperm(inputs, generator=torch.Generator().manual_seed(1))]
-        scales = torch.zeros(inputs // size, outputs, dtype=torch.float16)
-        zeros = torch.zeros(inputs // size, outputs, dtype=torch.int32)
-        for g in range(inputs // size):
+        num_groups = -(-inputs // size)
+        scales = torch.zeros(num_groups, outputs, dtype=scale_dtype)
+        zeros = torch.full((num_groups, outputs), 2 ** (bits - 1), dtype=torch.int32)
+        for g in range(num_groups):
             columns = weight[:, group == g].float()
+            if is_symmetric:
+                scales[g] = columns.abs().amax(1).clamp(min=1e-3) * 2 / most
+                continue
             scales[g] = (columns.amax(1) - columns.amin(1)).clamp(min=1e-3) / most
             zeros[g] = (-columns.amin(1) / scales[g].float()).round().clamp(1, most)
         codes = (weight.float().T / scales.float()[group] + zeros[group]).round().clamp(0, most)
@@ -86,9 +98,10 @@ def compressed(
         group = torch.arange(inputs) // size
         if order:
             group = group[torch.randperm(inputs, generator=torch.Generator().manual_seed(2))]
-        scales = torch.zeros(outputs, inputs // size, dtype=torch.bfloat16)
-        zeros = torch.zeros(outputs, inputs // size, dtype=torch.int32)
-        for g in range(inputs // size):
+        num_groups = -(-inputs // size)
+        scales = torch.zeros(outputs, num_groups, dtype=torch.bfloat16)
+        zeros = torch.zeros(outputs, num_groups, dtype=torch.int32)
+        for g in range(num_groups):
             columns = weight[:, group == g].float()
             scales[:, g] = columns.abs().amax(1).clamp(min=1e-3) / high
             if has_zeros:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import synthetic_llada2, write_checkpoint
 from fake_hub import COMMIT, checksum, read_files
+from quantised import gptq, gptq_config, write_quantised
 from safetensors.torch import save_file
 from test_packing import CONFIG, contents
 from torch import Tensor
@@ -202,6 +203,17 @@ def test_weights_whose_scales_come_later(tmp_path: Path) -> None:
     client = FakeClient(read_files(tmp_path / "source"))
     wanted = pull_then_pack(client, tmp_path / "other")
     pack_while(client, tmp_path)
+    assert contents(tmp_path / "pack") == wanted
+
+
+def test_codes_are_kept_on_the_way(tmp_path: Path) -> None:
+    settings = gptq_config(4, 32, sym=True)
+    config = {**CONFIG, "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 32}
+    write_quantised(tmp_path / "source", gptq(4, 32, is_symmetric=True), settings, config)
+    client = FakeClient(read_files(tmp_path / "source"))
+    wanted = pull_then_pack(client, tmp_path / "other", "int4")
+    packed = pack_while(client, tmp_path, dtype="int4")
+    assert packed.pack.expert_dtype == "int4-g32" and "codes as stored" in packed.pack.rounding
     assert contents(tmp_path / "pack") == wanted
 
 

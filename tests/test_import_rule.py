@@ -19,7 +19,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "1": ("policies", "cache", "costs", "hardware", "sizing", "counters", "sharing"),
     "2a": ("traces", "trace_stats", "synthesis", "simulator", "virtual_clock", "prediction"),
     "2b": (
-        *("lanes", "quantization", "store", "slots", "kernels"),
+        *("lanes", "quantization", "codes", "store", "slots", "kernels"),
         *("cuda", "cuda_graphs", "cuda_memory"),
     ),
     "3": (

@@ -739,7 +739,6 @@ def test_a_config_of_another_model(packed: Path, source: Path) -> None:
             hidden_size=config.hidden_size,
             intermediate_size=config.moe_intermediate_size,
             dtype=None,
-            method="buffered",
         )
 
 

@@ -19,11 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oled_moe.codes import StoredForm
 from oled_moe.config import check_choice
-from oled_moe.encodings import EncodedRecord, decode_tensors, place_encoded
+from oled_moe.encodings import (
+    EncodedRecord,
+    decode_tensors,
+    place_encoded,
+    stored_form,
+)
 from oled_moe.errors import CheckpointError, ModelNotFoundError
 from oled_moe.gguf_models import find_gguf, open_gguf
 from oled_moe.packs import MANIFEST_NAME, Pack, experts_name, open_pack
+from oled_moe.quantization import QuantSpec
 from oled_moe.store import (
     READ_METHODS,
     Activation,
@@ -136,6 +143,56 @@ class Checkpoint:
         return record.read()
 
 
+@dataclass(frozen=True, slots=True)
+class FoundWeights:
+    """Where all that a model needs lies, proven to be there.
+
+    `parameters`: by their names in the model; `experts`: the tensors that hold routed experts, none
+    in a pack; `unused`: tensors that are neither.
+    """
+
+    parameters: Mapping[str, TensorRecord]
+    experts: "Parts"
+    unused: Sequence[str]
+    _open: "OpenStore"
+
+    @property
+    def form(self) -> StoredForm | str:
+        """The form that keeps the codes in which experts are stored; or in words why none does."""
+        return stored_form([record for record, _ in self.experts])
+
+    def open_store(self, method: str, quant: QuantSpec | None = None) -> DiskExpertStore:
+        """The experts; where `quant` is given, their codes in that form, which must hold `form`."""
+        return self._open(method, quant)
+
+
+def find_weights(
+    checkpoint: Checkpoint,
+    *,
+    map_weight: WeightMap,
+    shapes: Mapping[str, tuple[int, ...]],
+    num_moe_layers: int,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    dtype: torch.dtype | None,
+    activation: Activation = "silu",
+) -> FoundWeights:
+    """Find the parameters named in `shapes` and every routed expert; no weight is read.
+
+    `dtype` is what experts are converted to, None keeps what is stored. `activation` is what
+    experts do to their gate.
+
+    Raises: CheckpointError where a tensor is missing, is there twice, or has another shape or a
+    dtype that is not supported.
+    """
+    parameters, parts, unused = _assign_tensors(checkpoint, map_weight, shapes)
+    _check_parameters(checkpoint, parameters, shapes)
+    size = _ExpertSize(num_moe_layers, num_experts, hidden_size, intermediate_size, activation)
+    open_store = _plan_store(checkpoint, parts, size, dtype)
+    return FoundWeights(parameters, parts, unused, open_store)
+
+
 def read_weights(
     checkpoint: Checkpoint,
     *,
@@ -150,45 +207,40 @@ def read_weights(
     method: str,
     activation: Activation = "silu",
 ) -> tuple[dict[str, Tensor], DiskExpertStore]:
-    """Read the parameters named in `shapes`, and find where each routed expert lies.
+    """Read the parameters named in `shapes`, and open the routed experts where they lie.
 
     `dtype` is what weights are converted to, None keeps each as stored; so do the parameters in
-    `keep_dtype` in any case. `activation` is what experts do to their gate. `method` is how the
-    store reads (see DiskExpertStore). Everything is checked before the first weight is read, and at
-    most one tensor is held beyond the result.
+    `keep_dtype` in any case. `activation` as in `find_weights`; `method` is how the store reads
+    (see DiskExpertStore). Everything is checked before the first weight is read, and at most one
+    tensor is held beyond the result.
 
-    Raises: CheckpointError where a tensor is missing, is there twice, or has another shape or a
-    dtype that is not supported.
+    Raises: as `find_weights`; CheckpointError where a tensor cannot be read.
     """
     check_choice("method", method, READ_METHODS)
-    parameters, parts = _assign_tensors(checkpoint, map_weight, shapes)
-    _check_parameters(checkpoint, parameters, shapes)
-    size = _ExpertSize(num_moe_layers, num_experts, hidden_size, intermediate_size, activation)
-    open_store = _plan_store(checkpoint, parts, size, dtype)
+    found = find_weights(
+        checkpoint,
+        map_weight=map_weight,
+        shapes=shapes,
+        num_moe_layers=num_moe_layers,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        dtype=dtype,
+        activation=activation,
+    )
+    warn_of_unused(found.unused)
     weights = {}
     for name in shapes:
-        weight = checkpoint.read(parameters[name].name)
+        weight = checkpoint.read(found.parameters[name].name)
         weights[name] = weight if dtype is None or name in keep_dtype else weight.to(dtype)
-    return weights, open_store(method)
+    return weights, found.open_store(method)
 
 
-def find_weights(
-    checkpoint: Checkpoint,
-    *,
-    map_weight: WeightMap,
-    shapes: Mapping[str, tuple[int, ...]],
-    num_moe_layers: int,
-    num_experts: int,
-    hidden_size: int,
-    intermediate_size: int,
-    dtype: torch.dtype | None,
-    method: str,
-) -> tuple[dict[str, TensorRecord], DiskExpertStore]:
-    """As `read_weights`, with the parameters left where they lie."""
-    parameters, parts = _assign_tensors(checkpoint, map_weight, shapes)
-    _check_parameters(checkpoint, parameters, shapes)
-    size = _ExpertSize(num_moe_layers, num_experts, hidden_size, intermediate_size)
-    return parameters, _plan_store(checkpoint, parts, size, dtype)(method)
+def warn_of_unused(names: Sequence[str]) -> None:
+    """Tell of tensors that a model has no place for."""
+    if names:
+        shown = _first([repr(name) for name in names])
+        logger.warning("%d tensors are not used by this architecture: %s", len(names), shown)
 
 
 def _read_sharded(directory: Path) -> tuple[dict[str, TensorRecord], dict[Path, int]]:
@@ -305,10 +357,14 @@ class _ExpertSize:
 Parts = Sequence[tuple[TensorRecord, ExpertPart]]
 
 
+# Given how files are read, and a form for the codes of experts.
+OpenStore = Callable[[str, QuantSpec | None], DiskExpertStore]
+
+
 def _plan_store(
     checkpoint: Checkpoint, parts: "Parts", size: _ExpertSize, dtype: torch.dtype | None
-) -> Callable[[str], DiskExpertStore]:
-    """Prove that every expert is there; what opens the store, given how files are read."""
+) -> OpenStore:
+    """Prove that every expert is there; what opens the store."""
     if checkpoint.pack is not None:
         return _plan_packed_store(checkpoint.pack, parts, size, dtype)
     stored_dtype = _common_dtype(checkpoint, parts)
@@ -316,18 +372,24 @@ def _plan_store(
         size.hidden_size, size.intermediate_size, dtype or stored_dtype, size.activation
     )
     owners = _find_owners(checkpoint, parts, size)
-    if any(isinstance(record, EncodedRecord) for record, _ in parts):
-        encoding, spans = place_encoded(layout, owners)
-    else:
-        encoding, spans = None, _place_experts(parts, size, stored_dtype)
-    return lambda method: DiskExpertStore(
-        layout, spans, stored_dtype=stored_dtype, method=method, encoding=encoding
-    )
+
+    def open_store(method: str, quant: QuantSpec | None) -> DiskExpertStore:
+        target = replace(layout, quant=quant)
+        if any(isinstance(record, EncodedRecord) for record, _ in parts):
+            encoding, spans = place_encoded(target, owners)
+        else:
+            assert quant is None
+            encoding, spans = None, _place_experts(parts, size, stored_dtype)
+        return DiskExpertStore(
+            target, spans, stored_dtype=stored_dtype, method=method, encoding=encoding
+        )
+
+    return open_store
 
 
 def _plan_packed_store(
     pack: Pack, parts: "Parts", size: _ExpertSize, dtype: torch.dtype | None
-) -> Callable[[str], DiskExpertStore]:
+) -> OpenStore:
     manifest, stored = pack.manifest, pack.layout
     found = (
         manifest.num_layers,
@@ -342,19 +404,24 @@ def _plan_packed_store(
             f"{found[3]}, config.json asks for {wanted[0]} of {wanted[1]} of {wanted[2]} x "
             f"{wanted[3]}; pack the model again"
         )
-    return lambda method: DiskExpertStore(
-        replace(stored, dtype=dtype or stored.dtype, activation=size.activation),
-        [[[(span, 0)] for span in layer] for layer in pack.spans],
-        stored_dtype=stored.dtype,
-        method=method,
-        checksums=manifest.experts,
-    )
+
+    def open_store(method: str, quant: QuantSpec | None) -> DiskExpertStore:
+        assert quant is None
+        return DiskExpertStore(
+            replace(stored, dtype=dtype or stored.dtype, activation=size.activation),
+            [[[(span, 0)] for span in layer] for layer in pack.spans],
+            stored_dtype=stored.dtype,
+            method=method,
+            checksums=manifest.experts,
+        )
+
+    return open_store
 
 
 def _assign_tensors(
     checkpoint: Checkpoint, map_weight: WeightMap, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, TensorRecord], Parts]:
-    """Tell parameters from parts of experts; warn of tensors that are neither."""
+) -> tuple[dict[str, TensorRecord], Parts, list[str]]:
+    """Tell parameters from parts of experts, and tensors that are neither."""
     parameters: dict[str, TensorRecord] = {}
     parts: list[tuple[TensorRecord, ExpertPart]] = []
     unused: list[str] = []
@@ -362,7 +429,7 @@ def _assign_tensors(
         try:
             target = map_weight(name)
         except KeyError:
-            unused.append(repr(name))
+            unused.append(name)
             continue
         if target is None:
             continue
@@ -376,12 +443,8 @@ def _assign_tensors(
         elif target in shapes:
             parameters[target] = record
         else:
-            unused.append(repr(name))
-    if unused:
-        logger.warning(
-            "%d tensors are not used by this architecture: %s", len(unused), _first(unused)
-        )
-    return parameters, parts
+            unused.append(name)
+    return parameters, parts, unused
 
 
 def _check_parameters(

@@ -118,6 +118,7 @@ def pack_rows(report: "PackReport") -> Rows:
             f"{count(report.num_experts, 'expert')} as {report.expert_dtype}, "
             f"{format_size(report.slot_bytes)} each",
         ),
+        ("weights", report.rounding),
         (
             "size",
             f"{format_size(report.pack_bytes)}; the weights it was made from take "

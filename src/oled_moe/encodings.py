@@ -1,13 +1,14 @@
 """Quantised weights as other tools store them: which tensors make one weight, and its values.
 
 Read without packing: fp8 with scales of blocks, rows or tensors; GPTQ; compressed-tensors. A weight
-is decoded in float32 each time it is read and rounded to what is asked for, bfloat16 as a rule.
+is decoded in float32 each time it is read and rounded to what is asked for, bfloat16 as a rule; or
+its codes go over into a form of quantization.py, which loses nothing (codes.py).
 `quantization_config` is looked at here and nowhere else; every fault is a CheckpointError.
 
 Legend: O outputs, K inputs, G groups of inputs, n values in an int32.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Protocol
@@ -15,7 +16,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from oled_moe.codes import (
+    CodeGrid,
+    CodesError,
+    StoredCodes,
+    StoredForm,
+    common_form,
+    hold,
+    rows_of,
+)
 from oled_moe.errors import CheckpointError
+from oled_moe.quantization import Quantized, QuantSpec, encode
 from oled_moe.store import Encoding, ExpertLayout, FileSpan, Matrix, PlacedSpan
 from oled_moe.tensor_files import TensorRecord
 
@@ -29,9 +40,14 @@ READ_FORMATS = (
 
 
 class Decoder(Protocol):
-    """From the tensors of one weight, as they are stored, to its values float32 [O, K]."""
+    """From the tensors of one weight, as they are stored, to its values float32 [O, K]; or to its
+    codes, where `grid`, from headers alone, tells what they are and not why there are none."""
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor: ...
+
+    def grid(self, parts: Sequence[TensorRecord]) -> CodeGrid | str: ...
+
+    def codes(self, parts: Sequence[Tensor]) -> StoredCodes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +189,22 @@ class ScaledDecoder:
             values -= _spread(parts[2].to(torch.float32), self.block, values.shape)
         return values.mul_(_spread(parts[1].to(torch.float32), self.block, values.shape))
 
+    def grid(self, parts: Sequence[TensorRecord]) -> CodeGrid | str:
+        if parts[0].dtype != torch.int8:
+            return "they are floating-point numbers of 8 bits"
+        size = _group_size(self.block[1], parts[0].shape[1])
+        return CodeGrid(8, size, len(parts) < 3, parts[1].dtype)
+
+    def codes(self, parts: Sequence[Tensor]) -> StoredCodes:
+        shape = parts[0].shape
+        zeros = _rows(parts[2], self.block, shape) if len(parts) > 2 else None
+        return StoredCodes(
+            parts[0],
+            _rows(parts[1], self.block, shape),
+            zeros,
+            _group_size(self.block[1], shape[1]),
+        )
+
 
 def _to_float32(values: Tensor) -> Tensor:
     """As torch converts; fp8 by a table, which takes a twentieth of the time."""
@@ -191,6 +223,20 @@ def _spread(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Ten
         if scales.shape[axis] not in (1, length):
             scales = scales.repeat_interleave(size, axis).narrow(axis, 0, length)
     return scales
+
+
+def _group_size(size: int, num_inputs: int) -> int | None:
+    """Inputs that share a scale; None where all of a row do."""
+    return size if size < num_inputs else None
+
+
+def _rows(each: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
+    """One number for each output and group of inputs [O, G], from one for each block."""
+    if each.numel() == 1:
+        each = each.reshape(1, 1)
+    if len(each) not in (1, shape[0]):
+        each = each.repeat_interleave(block[0], 0)[: shape[0]]
+    return each.expand(shape[0], -1)
 
 
 def _check_scales(
@@ -239,6 +285,8 @@ class GptqDecoder:
     bits: int
     group_size: int
     zero_offset: int
+    is_symmetric: bool
+    is_reordered: bool
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         values_KO = _unpack(parts[0], self.bits, axis=0)
@@ -252,6 +300,26 @@ class GptqDecoder:
         values_KO -= zeros_GO.index_select(0, group_K)
         return (values_KO * scales_GO.index_select(0, group_K)).T
 
+    def grid(self, parts: Sequence[TensorRecord]) -> CodeGrid | str:
+        size = self.group_size if parts[2].shape[0] > 1 else None
+        if self.is_reordered and size is not None and len(parts) > 3:
+            return "act-order has put inputs that are no neighbours into one group"
+        return CodeGrid(self.bits, size, self.is_symmetric, parts[2].dtype)
+
+    def codes(self, parts: Sequence[Tensor]) -> StoredCodes:
+        codes_KO, middle = _unpack(parts[0], self.bits, axis=0), 1 << self.bits - 1
+        zeros_GO = _unpack(parts[1], self.bits, axis=1)[:, : codes_KO.shape[1]] + self.zero_offset
+        if len(parts) > 3:
+            _check_order(parts[3], self.group_size)
+        size = self.group_size if len(zeros_GO) > 1 else None
+        return StoredCodes(codes_KO.T - middle, parts[2].T, zeros_GO.T - middle, size)
+
+
+def _check_order(group_K: Tensor, group_size: int) -> None:
+    """Raises: CheckpointError unless groups are of neighbours."""
+    if not torch.equal(group_K.long(), torch.arange(len(group_K)) // group_size):
+        raise CodesError("g_idx puts inputs that are no neighbours into one group")
+
 
 def _gptq(settings: Mapping[str, Any]) -> QuantFormat:
     """Source: AutoGPTQ's and GPTQModel's QuantLinear; format gptq stores zero points less one."""
@@ -264,6 +332,9 @@ def _gptq(settings: Mapping[str, Any]) -> QuantFormat:
     if version not in ("gptq", "gptq_v2"):
         raise _refused(f"checkpoint_format {version!r:.40}", "gptq, gptq_v2")
     num_packed = 32 // bits
+    is_symmetric = settings.get("sym") is True
+    # Static groups are of neighbours, whatever the order in which inputs were rounded.
+    is_reordered = bool(settings.get("desc_act")) and not settings.get("static_groups")
 
     def make(name: str, parts: Mapping[str, TensorRecord]) -> tuple[tuple[int, int], GptqDecoder]:
         needed = {".qweight", ".qzeros", ".scales"} - parts.keys()
@@ -280,7 +351,8 @@ def _gptq(settings: Mapping[str, Any]) -> QuantFormat:
         if ".g_idx" in parts:
             _check_dtype(parts[".g_idx"], torch.int32)
             _check_shape(parts[".g_idx"], (inputs,))
-        return (outputs, inputs), GptqDecoder(bits, size, 1 if version == "gptq" else 0)
+        zero_offset = 1 if version == "gptq" else 0
+        return (outputs, inputs), GptqDecoder(bits, size, zero_offset, is_symmetric, is_reordered)
 
     words = f"GPTQ, {bits} bits, " + (
         f"groups of {group_size}" if group_size > 0 else "one scale for each output"
@@ -300,6 +372,7 @@ class PackedDecoder:
     shape: tuple[int, int]
     has_zeros: bool
     has_groups: bool
+    is_reordered: bool
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         middle = 1 << self.bits - 1
@@ -314,6 +387,20 @@ class PackedDecoder:
         if self.has_zeros:
             values_OK -= _spread(self._zeros(parts).to(torch.float32), self.block, self.shape)
         return values_OK * _spread(scales_OG, self.block, self.shape)
+
+    def grid(self, parts: Sequence[TensorRecord]) -> CodeGrid | str:
+        size = _group_size(self.block[1], self.shape[1])
+        if self.has_groups and self.is_reordered and size is not None:
+            return "act-order has put inputs that are no neighbours into one group"
+        return CodeGrid(self.bits, size, not self.has_zeros, parts[1].dtype)
+
+    def codes(self, parts: Sequence[Tensor]) -> StoredCodes:
+        codes_OK = _unpack(parts[0], self.bits, axis=1)[:, : self.shape[1]] - (1 << self.bits - 1)
+        if self.has_groups and not (parts[-1] == -1).all():
+            _check_order(parts[-1], self.block[1])
+        zeros = _rows(self._zeros(parts), self.block, self.shape) if self.has_zeros else None
+        size = _group_size(self.block[1], self.shape[1])
+        return StoredCodes(codes_OK, _rows(parts[1], self.block, self.shape), zeros, size)
 
     def _zeros(self, parts: Sequence[Tensor]) -> Tensor:
         if not self.has_zeros:
@@ -345,7 +432,9 @@ def _compressed(settings: Mapping[str, Any]) -> QuantFormat:
     if form == "pack-quantized":
         if bits not in (2, 4, 8) or scheme.get("type") != "int":
             raise _refused(f"{form} with {bits!r:.40} bits", "int with 2, 4 or 8 bits")
-        return _pack_quantized(bits, str(strategy), size_of, block)
+        # Groups by the weight's own order are of neighbours; older files say so by no order at all.
+        is_reordered = scheme.get("actorder") not in ("weight", "static")
+        return _pack_quantized(bits, str(strategy), size_of, block, is_reordered)
     if form in ("int-quantized", "float-quantized", "naive-quantized"):
         return _plain_quantized(str(form), str(strategy), size_of)
     raise _refused(
@@ -369,6 +458,7 @@ def _pack_quantized(
     strategy: str,
     size_of: Callable[[tuple[int, int]], tuple[int, int]],
     block: Sequence[int] | None,
+    is_reordered: bool,
 ) -> QuantFormat:
     num_packed = 32 // bits
 
@@ -392,7 +482,8 @@ def _pack_quantized(
             _check_shape(zeros, (ceil(shape[0] / num_packed), *scales.shape[1:]))
         if groups is not None:
             _check_shape(groups, (shape[1],))
-        return shape, PackedDecoder(bits, size, shape, zeros is not None, groups is not None)
+        has_zeros, has_groups = zeros is not None, groups is not None
+        return shape, PackedDecoder(bits, size, shape, has_zeros, has_groups, is_reordered)
 
     words = f"compressed-tensors pack-quantized, {bits} bits, {_strategy_words(strategy, block)}"
     names = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx")
@@ -473,6 +564,22 @@ def _check_shape(record: TensorRecord, shape: tuple[int, ...]) -> None:
 
 # Experts
 
+# The tensors of a weight as they lie in a buffer.
+Parts = Sequence[Tensor]
+
+
+def stored_form(records: Sequence[TensorRecord]) -> StoredForm | str:
+    """The form that keeps the codes of all these weights, or in words why none does."""
+    grids: set[CodeGrid] = set()
+    for record in records:
+        if not isinstance(record, EncodedRecord) or record.decode is None:
+            return "not all of them are quantised"
+        grid = record.decode.grid(record.parts)
+        if isinstance(grid, str):
+            return grid
+        grids.add(grid)
+    return common_form(grids) if grids else "there are none"
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -488,8 +595,8 @@ def place_encoded(
 ) -> tuple[Encoding, list[list[list[PlacedSpan]]]]:
     """How a store reads experts that are encoded, each in its own way.
 
-    `owners`: the record of each matrix (layer, expert, matrix), of that alone or of all experts of
-    the layer.
+    Where `layout` is quantised slots hold the codes that are stored, else their values. `owners`:
+    the record of each matrix (layer, expert, matrix), of that alone or of all experts of the layer.
     """
     num_layers = 1 + max(layer for layer, _, _ in owners)
     num_experts = 1 + max(expert for _, expert, _ in owners)
@@ -507,21 +614,48 @@ def place_encoded(
             spans[-1].append(placed)
             num_bytes = max(num_bytes, end)
 
-    def decode(layer: int, expert: int, buffer: Tensor, slot: Tensor) -> None:
-        gate_up, down = layout.views(slot)
-        middle = layout.intermediate_size
-        targets = {"gate": gate_up[:middle], "up": gate_up[middle:], "down": down}
-        targets["gate_up"] = gate_up
+    def pieces_of(layer: int, expert: int, buffer: Tensor) -> Iterator[tuple[_Piece, Parts, str]]:
         for piece in forms[layer][expert]:
             parts = [
                 buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
                 for dtype, shape, start in piece.parts
             ]
             where = f"layer {layer}, expert {expert} (counting MoE layers from 0): {piece.matrix}"
+            yield piece, parts, where
+
+    def decode(layer: int, expert: int, buffer: Tensor, slot: Tensor) -> None:
+        gate_up, down = layout.views(slot)
+        middle = layout.intermediate_size
+        targets = {"gate": gate_up[:middle], "up": gate_up[middle:], "down": down}
+        targets["gate_up"] = gate_up
+        for piece, parts, where in pieces_of(layer, expert, buffer):
             weight = parts[0] if piece.decode is None else _decoded(piece.decode, parts, where)
             targets[piece.matrix].copy_(weight)
 
-    return Encoding(num_bytes, decode), spans
+    def keep_codes(layer: int, expert: int, buffer: Tensor, slot: Tensor) -> None:
+        assert layout.quant is not None
+        gate, up, down = layout.packed_views(slot)
+        targets = {"gate": (gate,), "up": (up,), "gate_up": (gate, up), "down": (down,)}
+        for piece, parts, where in pieces_of(layer, expert, buffer):
+            assert piece.decode is not None
+            held = _held(piece.decode, parts, layout.quant, where)
+            num_rows = len(held.codes_OK) // len(targets[piece.matrix])
+            for i, target in enumerate(targets[piece.matrix]):
+                rows = slice(i * num_rows, (i + 1) * num_rows)
+                target.copy_(encode(rows_of(held, rows), layout.quant))
+
+    return Encoding(num_bytes, decode if layout.quant is None else keep_codes), spans
+
+
+def _held(decode: Decoder, parts: Parts, spec: QuantSpec, where: str) -> Quantized:
+    """The codes of a weight in a form. Raises: CheckpointError that says where, if it has none."""
+    try:
+        return hold(decode.codes(parts), spec)
+    except CodesError as error:
+        raise CheckpointError(
+            f"{where}: {error}, which {spec} does not hold; pack it with --dtype bf16, or with "
+            "--method searched to have it rounded anew"
+        ) from None
 
 
 def _place_one(

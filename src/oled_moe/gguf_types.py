@@ -13,19 +13,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# From blocks uint8 [N, B] to values float32 [N, V].
+from oled_moe.codes import CodeGrid, StoredCodes
+from oled_moe.tensor_files import TensorRecord
+
+# From blocks uint8 [N, B] to values float32 [N, V], or to codes, whole numbers around 0 [N, V].
 BlockDecoder = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class GgufType:
-    """A type of number. `dtype`: what it is to torch; without one, `decode` makes it values."""
+    """A type of number. `dtype`: what it is to torch; without one, `decode` makes it values, or
+    `codes` of `bits` bits, each to be multiplied with the half with which its block begins."""
 
     name: str
     block_values: int
     block_bytes: int
     dtype: torch.dtype | None = None
     decode: BlockDecoder | None = None
+    codes: BlockDecoder | None = None
+    bits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +44,29 @@ class GgufDecoder:
         rows = parts[0]
         if self.type.dtype is not None:
             return rows.view(self.type.dtype).to(torch.float32)
-        assert self.type.decode is not None
-        values = self.type.decode(rows.reshape(-1, self.type.block_bytes))
+        blocks = rows.reshape(-1, self.type.block_bytes)
+        if self.type.codes is not None:
+            values = self.type.codes(blocks).to(torch.float32).mul_(_halves(blocks, 0))
+        else:
+            assert self.type.decode is not None
+            values = self.type.decode(blocks)
         return values.view(len(rows), -1)
+
+    def grid(self, parts: Sequence[TensorRecord]) -> CodeGrid | str:
+        if self.type.codes is None:
+            return f"{self.type.name} is not codes from -128 to 127, each 32 or more with one scale"
+        return CodeGrid(self.type.bits, self.type.block_values, True, torch.float16)
+
+    def codes(self, parts: Sequence[Tensor]) -> StoredCodes:
+        assert self.type.codes is not None
+        num_outputs = len(parts[0])
+        blocks = parts[0].reshape(-1, self.type.block_bytes)
+        return StoredCodes(
+            self.type.codes(blocks).view(num_outputs, -1),
+            _halves(blocks, 0).view(num_outputs, -1),
+            None,
+            self.type.block_values,
+        )
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
@@ -71,7 +97,7 @@ def _high_bits(blocks: Tensor, start: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks, 2, 16).to(torch.float32).sub_(8).mul_(_halves(blocks, 0))
+    return _nibbles(blocks, 2, 16).to(torch.int8).sub_(8)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
@@ -81,7 +107,7 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 def _q5_0(blocks: Tensor) -> Tensor:
     codes = _nibbles(blocks, 6, 16) | (_high_bits(blocks, 2) << 4)
-    return codes.to(torch.float32).sub_(16).mul_(_halves(blocks, 0))
+    return codes.to(torch.int8).sub_(16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
@@ -90,8 +116,7 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    values = blocks[:, 2:].contiguous().view(torch.int8).to(torch.float32)
-    return values.mul_(_halves(blocks, 0))
+    return blocks[:, 2:].contiguous().view(torch.int8)
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
@@ -155,11 +180,11 @@ def _affine(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
 TYPES: dict[int, GgufType] = {
     0: GgufType("F32", 1, 4, torch.float32),
     1: GgufType("F16", 1, 2, torch.float16),
-    2: GgufType("Q4_0", 32, 18, decode=_q4_0),
+    2: GgufType("Q4_0", 32, 18, codes=_q4_0, bits=4),
     3: GgufType("Q4_1", 32, 20, decode=_q4_1),
-    6: GgufType("Q5_0", 32, 22, decode=_q5_0),
+    6: GgufType("Q5_0", 32, 22, codes=_q5_0, bits=5),
     7: GgufType("Q5_1", 32, 24, decode=_q5_1),
-    8: GgufType("Q8_0", 32, 34, decode=_q8_0),
+    8: GgufType("Q8_0", 32, 34, codes=_q8_0, bits=8),
     10: GgufType("Q2_K", 256, 84, decode=_q2_k),
     11: GgufType("Q3_K", 256, 110, decode=_q3_k),
     12: GgufType("Q4_K", 256, 144, decode=_q4_k),

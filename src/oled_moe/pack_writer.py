@@ -77,13 +77,15 @@ class PackFile:
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """All that is to be written. `source`: what from, in words; `identity`: what a run must share
+    """All that is to be written. `source`: what from, in words; `rounding`: what becomes of the
+    weights of experts, in words; `identity`: what a run must share
     with the one it continues; `source_state` gives `identity["source"]` as it is now; `close` gives
     back what pieces are made from."""
 
     source: str
     layout: ExpertLayout
     method: str | None
+    rounding: str
     files: tuple[PackFile, ...]
     dense_names: tuple[str, ...]
     num_layers: int

@@ -4,18 +4,20 @@ What is written is decided here; pack_writer.py writes it.
 """
 
 import errno
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from oled_moe.checkpoint import INDEX_NAME, Checkpoint, find_weights
+from oled_moe.checkpoint import INDEX_NAME, Checkpoint, FoundWeights, find_weights
+from oled_moe.codes import StoredForm
 from oled_moe.config import check_choice
 from oled_moe.devices import Progress
 from oled_moe.encodings import EncodedRecord
@@ -36,12 +38,13 @@ from oled_moe.packs import (
     DENSE_NAME,
     FORMAT_VERSION,
     MANIFEST_NAME,
+    Pack,
     expert_dtype_name,
     expert_tensor,
     experts_name,
     layout_to_dict,
 )
-from oled_moe.quantization import METHODS, QuantSpec, quantize
+from oled_moe.quantization import DEFAULT_SPECS, METHODS, QuantSpec, quantize
 from oled_moe.store import (
     PAGE_BYTES,
     DiskExpertStore,
@@ -52,10 +55,14 @@ from oled_moe.store import (
 )
 from oled_moe.tensor_files import TensorRecord
 
+logger = logging.getLogger(__name__)
+
 # What --dtype may say besides the forms of QuantSpec.
 FLOAT_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 # How weights are rounded to whole numbers where nobody asks for another way of METHODS.
 DEFAULT_METHOD = "searched"
+# What the manifest says in place of one of these where codes are those of the source.
+AS_STORED = "stored"
 # Of a tensor that is no expert, written at a time.
 _PART_BYTES = 64 * 2**20
 # Experts that are made at a time: each takes a few slots of memory.
@@ -68,10 +75,12 @@ _MAX_COPIED_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """What was packed. `num_resumed_bytes`: what an earlier run had written. Units: bytes."""
+    """What was packed. `rounding`: what that did to the weights of experts, in words;
+    `num_resumed_bytes`: what an earlier run had written. Units: bytes."""
 
     path: Path
     expert_dtype: str
+    rounding: str
     num_experts: int
     slot_bytes: int
     source_bytes: int
@@ -143,6 +152,7 @@ def make_report(job: PackJob, out: Path, num_resumed_bytes: int) -> PackReport:
     return PackReport(
         path=out,
         expert_dtype=expert_dtype_name(job.layout),
+        rounding=job.rounding,
         num_experts=job.num_layers * job.num_experts,
         slot_bytes=job.layout.slot_bytes,
         source_bytes=job.source_bytes,
@@ -170,7 +180,7 @@ def plan_pack(
     directory = source.parent if source.is_file() else source
     family = find_family(checkpoint.config)
     config = family.config(checkpoint.config)
-    parameters, store = find_weights(
+    found = find_weights(
         checkpoint,
         map_weight=family.weight_map(config),
         shapes=family.parameter_shapes(config),
@@ -179,33 +189,36 @@ def plan_pack(
         hidden_size=config.hidden_size,
         intermediate_size=config.moe_intermediate_size,
         dtype=FLOAT_DTYPES.get(dtype or ""),
-        method="direct",
     )
+    target = _target(checkpoint, found, dtype, wanted_method)
+    keeps_codes = checkpoint.pack is None and target.method == AS_STORED
+    store = found.open_store("direct", target.quant if keeps_codes else None)
     try:
-        layout, method = _target(checkpoint, store.layout, dtype, wanted_method)
+        layout = replace(store.layout, quant=target.quant)
         kept = family.kept_dtypes(config)
         dense = [
-            (record, _dense_dtype(record, None if target in kept else dense_dtype))
-            for target, record in parameters.items()
+            (record, _dense_dtype(record, None if name in kept else dense_dtype))
+            for name, record in found.parameters.items()
         ]
         # Tensors of whole pages come first, so that these begin at whole pages.
         dense.sort(key=lambda entry: _num_bytes(*entry) % PAGE_BYTES != 0)
         files = [_dense_file(dense)]
         for layer in range(store.num_layers):
-            files.append(_expert_file(store, layout, method, layer))
+            files.append(_expert_file(store, layout, target.method, layer))
         copies = _find_copies(directory, checkpoint)
         sources = (*checkpoint.file_bytes, *copies)
         return PackJob(
             source=str(directory),
             layout=layout,
-            method=method,
+            method=target.method,
+            rounding=target.rounding,
             files=tuple(files),
             dense_names=tuple(record.name for record, _ in dense),
             num_layers=store.num_layers,
             num_experts=store.num_experts,
             copies=copies,
             source_bytes=checkpoint.num_bytes,
-            identity=_identity(_source_state(sources), layout, method, dense_dtype),
+            identity=_identity(_source_state(sources), layout, target.method, dense_dtype),
             source_state=lambda: _source_state(sources),
             close=store.close,
         )
@@ -214,33 +227,76 @@ def plan_pack(
         raise
 
 
+class _Target(NamedTuple):
+    """What experts become: the form of their codes, None for plain numbers; how these are found,
+    a name of `METHODS` or `AS_STORED`; and in words."""
+
+    quant: QuantSpec | None
+    method: str | None
+    rounding: str
+
+
 def _target(
-    checkpoint: Checkpoint, stored: ExpertLayout, dtype: str | None, wanted_method: str | None
-) -> tuple[ExpertLayout, str | None]:
-    """What slots become, and how weights are rounded to it. Raises: ConfigError."""
-    pack = checkpoint.pack
-    if dtype is None or dtype in FLOAT_DTYPES:
-        if dtype is not None and stored.quant is not None:
-            raise ConfigError(
-                f"dtype is {dtype!r} and {checkpoint.path} is packed as {stored.quant}; pack the "
-                "checkpoint that it came from"
-            )
-        if wanted_method is not None:
-            raise ConfigError(
-                f"method is {wanted_method!r} and nothing is rounded; allowed: with --dtype int8 "
-                "or int4"
-            )
-        return stored, None if pack is None else pack.manifest.method
-    quant = _parse_form(dtype)
-    method = wanted_method or DEFAULT_METHOD
-    if stored.quant == quant and pack is not None and method == pack.manifest.method:
-        return stored, method
-    if stored.quant is not None:
+    checkpoint: Checkpoint, found: FoundWeights, dtype: str | None, wanted_method: str | None
+) -> _Target:
+    """Raises: ConfigError."""
+    is_plain = dtype is None or dtype in FLOAT_DTYPES
+    if is_plain and wanted_method is not None:
         raise ConfigError(
-            f"dtype is {dtype!r} and {checkpoint.path} is packed as {stored.quant}; pack the "
-            "checkpoint that it came from"
+            f"method is {wanted_method!r} and nothing is rounded; allowed: with --dtype int8 or "
+            "int4"
         )
-    return replace(stored, quant=quant), method
+    quant = None if is_plain else _parse_form(str(dtype))
+    if checkpoint.pack is not None and checkpoint.pack.layout.quant is not None:
+        return _target_of_pack(checkpoint.pack, checkpoint.path, dtype, quant, wanted_method)
+    if checkpoint.encoding is not None and wanted_method is None and dtype not in FLOAT_DTYPES:
+        form = found.form
+        spec = form if isinstance(form, str) else _form_within(form, dtype, quant)
+        if isinstance(spec, QuantSpec) and isinstance(form, StoredForm):
+            return _Target(spec, AS_STORED, _kept_words(checkpoint.encoding, form))
+        if quant is None:
+            logger.warning(
+                "experts become bfloat16, as no form of packs keeps what is stored (%s): %s",
+                checkpoint.encoding,
+                form,
+            )
+            return _Target(None, None, f"decoded from {checkpoint.encoding}: {form}")
+        return _Target(quant, DEFAULT_METHOD, f"{DEFAULT_METHOD}, not as stored: {spec}")
+    if quant is not None:
+        method = wanted_method or DEFAULT_METHOD
+        return _Target(quant, method, f"rounded by {method}")
+    return _Target(None, None, "as stored" if dtype is None else f"as {dtype}")
+
+
+def _target_of_pack(
+    pack: Pack, path: Path, dtype: str | None, quant: QuantSpec | None, wanted_method: str | None
+) -> _Target:
+    """A quantised pack stays what it is. Raises: ConfigError where it is to be another."""
+    stored, method = pack.layout.quant, pack.manifest.method
+    assert stored is not None
+    is_same = dtype is None or quant == stored or dtype == f"int{stored.bits}"
+    if not is_same or wanted_method not in (None, method):
+        raise ConfigError(
+            f"dtype is {dtype!r} and {path} is packed as {stored}; pack the checkpoint that it "
+            "came from"
+        )
+    return _Target(stored, method, "as packed")
+
+
+def _form_within(form: StoredForm, dtype: str | None, quant: QuantSpec | None) -> QuantSpec | str:
+    """The form asked for that keeps codes as they are stored, or why it does not."""
+    if quant is None:
+        return form.spec
+    # A name without groups leaves these open.
+    if dtype in DEFAULT_SPECS and quant.bits >= form.spec.bits:
+        return form.widened(quant.bits)
+    return quant if form.within(quant) else f"{quant} does not hold {form.spec}"
+
+
+def _kept_words(encoding: str, form: StoredForm) -> str:
+    if not form.rounded:
+        return f"codes and scales as stored ({encoding})"
+    return f"codes as stored ({encoding}), scales rounded from {' and '.join(form.rounded)} to bf16"
 
 
 def check_dtype(dtype: str) -> None:
