@@ -166,7 +166,13 @@ def test_interrupted_while_packing_it_says_how_to_go_on(
     out = str(tmp_path / "pack")
     monkeypatch.setattr(hub_packing, "write_pieces", interrupt)
     code, _, err = run("pull", hub.model, "--pack", "int8", "--out", out, "-q")
-    assert code == 130 and "pack.partial stays; the same command goes on with it" in err
+    assert code == 130 and "stay" not in err and not list(tmp_path.glob("pack*"))
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(hub_packing, "seal_pack", interrupt)
+    code, _, err = run("pull", hub.model, "--pack", "int8", "--out", out, "-q")
+    assert code == 130 and "pack.partial.shards stay; the same command goes on from there" in err
     monkeypatch.undo()
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)

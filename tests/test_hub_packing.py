@@ -33,7 +33,7 @@ from oled_moe.hub import HubModel, pull
 from oled_moe.hub_client import HubFile, LostConnectionError
 from oled_moe.hub_packing import PackPlan, PulledPack, pull_pack
 from oled_moe.inspection import check_config, verify_pack
-from oled_moe.pack_writer import partial_path
+from oled_moe.pack_places import partial_path
 from oled_moe.packing import pack_checkpoint
 
 LAYOUTS = ("names", "experts", "layers", "matrices")

@@ -59,6 +59,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "hub_client",
         "hub_packing",
         "report",
+        "pack_places",
         "pack_writer",
         "packing",
         "random_checkpoint",

@@ -75,10 +75,13 @@ def pack(
     use_log_flags(log)
     with status_line(is_quiet=as_json) as say:
         say("loading torch")
-        from oled_moe.pack_writer import partial_path
         from oled_moe.packing import pack_checkpoint
 
+        has_begun = False
+
         def progress(what: str, done: int, total: int) -> None:
+            nonlocal has_begun
+            has_begun = True
             percent = 100 * done // max(total, 1)
             say(f"{what}: {percent} %, {format_size(done)} of {format_size(total)}")
 
@@ -91,8 +94,9 @@ def pack(
                 method=flags.method,
                 progress=progress,
             )
-        except KeyboardInterrupt:
-            say_what_stays(partial_path(out), say)
+        except (Exception, KeyboardInterrupt):
+            if has_begun:
+                say_what_stays(out, say)
             raise
     if as_json:
         from oled_moe.packing import report_to_dict
@@ -102,11 +106,15 @@ def pack(
         print_rows(pack_rows(report))
 
 
-def say_what_stays(partial: Path, say: Callable[[str], None]) -> None:
-    """What a pack that was interrupted has left."""
-    if partial.is_dir():
+def say_what_stays(out: Path, say: Callable[[str], None]) -> None:
+    """What a run that ended too early has left."""
+    from oled_moe.pack_places import what_stays
+
+    if found := what_stays(out):
         say("")
-        print(f"{partial} stays; the same command goes on with it", file=sys.stderr)
+        verb = "stays" if len(found) == 1 else "stay"
+        names = " and ".join(map(str, found))
+        print(f"{names} {verb}; the same command goes on from there", file=sys.stderr)
 
 
 def pack_rows(report: "PackReport") -> Rows:

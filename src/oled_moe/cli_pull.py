@@ -163,7 +163,6 @@ def _pull_pack(
     say("loading torch")
     from oled_moe.hub_packing import pull_pack
     from oled_moe.inspection import check_config
-    from oled_moe.pack_writer import partial_path
 
     meter = _Meter(say)
 
@@ -187,8 +186,9 @@ def _pull_pack(
             downloading=meter.tell,
             packing=packing,
         )
-    except KeyboardInterrupt:
-        say_what_stays(partial_path(out), say)
+    except (Exception, KeyboardInterrupt):
+        if meter.total_bytes:
+            say_what_stays(out, say)
         raise
 
 

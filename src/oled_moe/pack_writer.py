@@ -3,12 +3,10 @@
 Written beside the place and renamed at the end; a journal says which pieces are on the disk. The
 bytes are the same whatever happened meanwhile. Memory: a few pieces for each thread.
 
-    OUT.partial            the directory to be
-    OUT.partial.journal    the job, then one line for each piece that is on the disk
-
-A piece is written, brought to the disk (fdatasync), then entered in the journal, which is brought
-to the disk too. Pieces may be written in any order, but for the parts of one tensor. The journal
-goes after the directory has its name.
+The journal has the job on its first line, then one line for each piece that is on the disk. A
+piece is written, brought to the disk (fdatasync), then entered in the journal, which is brought to
+the disk too. Pieces may be written in any order, but for the parts of one tensor. The journal goes
+after the directory has its name.
 """
 
 import fcntl
@@ -19,7 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -30,13 +28,14 @@ import torch
 
 from oled_moe.config import format_size
 from oled_moe.devices import Progress
-from oled_moe.errors import CheckpointError, DoesNotFitError, OledMoeError
+from oled_moe.errors import CheckpointError, ConfigError, DoesNotFitError, OledMoeError
+from oled_moe.pack_places import check_free, is_at, journal_path, partial_path
 from oled_moe.packs import DENSE_NAME, MANIFEST_NAME, FileSum, PackManifest, experts_name
 from oled_moe.store import PAGE_BYTES, ExpertLayout, FileSpan, drop_cached
-from oled_moe.tensor_files import dtype_name
+from oled_moe.tensor_files import dtype_name, read_file
 
 # A change of what a journal holds needs another number.
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 3
 # Brought to the disk, and then entered in the journal, at a time.
 CHUNK_BYTES = 64 * 2**20
 # Left free on the disk: other programs want to write too.
@@ -101,11 +100,6 @@ class PackJob:
         return sum(file.num_bytes for file in self.files)
 
 
-def partial_path(out: Path) -> Path:
-    """Where a pack is written until it is whole."""
-    return out.with_name(f"{out.name}.partial")
-
-
 def file_header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
     """The head of a safetensors file, padded so that the first tensor begins at a whole page."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -147,58 +141,144 @@ class Journal:
         return [piece for piece in range(len(file.pieces)) if piece not in done]
 
 
-def _journal_path(partial: Path) -> Path:
-    return partial.with_name(f"{partial.name}.journal")
+@contextmanager
+def open_journal(out: Path, job: PackJob) -> Iterator[Journal]:
+    """Open the journal, alone, and read what an earlier run has done.
+
+    Where nothing is done at the end, nothing stays.
+    Raises: CheckpointError where that run had another job; ConfigError where a pack has come.
+    """
+    with _locked(out) as file:
+        try:
+            # Between the first look and the lock another run may have ended.
+            check_free(out)
+            done = _read_journal(file, out, job)
+        except OledMoeError:
+            if not os.fstat(file.fileno()).st_size:
+                journal_path(out).unlink()
+            raise
+        journal = Journal(file, done)
+        try:
+            yield journal
+        except (Exception, KeyboardInterrupt):
+            if not journal.done:
+                _remove(job, out)
+            raise
 
 
 @contextmanager
-def open_journal(partial: Path, job: PackJob) -> Iterator[Journal]:
-    """Open the journal, alone, and read what an earlier run has done.
+def _locked(out: Path) -> Iterator[BinaryIO]:
+    """The journal's file, for this process alone. Raises: OledMoeError."""
+    while True:
+        with open(journal_path(out), "a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OledMoeError(
+                    f"another process writes {partial_path(out)}; wait for it"
+                ) from None
+            # Whoever had it may have removed it before letting go.
+            if is_at(file.fileno(), journal_path(out)):
+                yield file
+                return
 
-    Raises: CheckpointError where that run had another job.
+
+def _read_journal(file: BinaryIO, out: Path, job: PackJob) -> dict[str, dict[int, int]]:
+    """What an earlier run has done; the job is in the journal then.
+
+    Raises: CheckpointError where it was not this job, or none at all.
     """
-    path = _journal_path(partial)
-    with open(path, "a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OledMoeError(f"another process writes {partial}; wait for it") from None
-        file.seek(0)
-        # What a kill left of a line is no line. Without its directory a journal tells nothing.
-        found = file.read().split(b"\n")[:-1] if partial.exists() else []
-        identity = json.dumps(job.identity, sort_keys=True).encode()
-        if found and found[0] != identity:
-            raise _other_job(partial, found[0], job)
-        if not found and partial.exists():
-            raise CheckpointError(f"{partial}: was not left by a pack; remove it")
-        done: dict[str, dict[int, int]] = {}
-        for line in found[1:]:
-            name, piece, checksum = json.loads(line)
-            done.setdefault(name, {})[piece] = checksum
-        file.truncate(sum(len(line) + 1 for line in found))
-        if not found:
-            file.write(identity + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-        _sync_directory(partial.parent)
-        yield Journal(file, done)
+    file.seek(0)
+    content, partial = file.read(), partial_path(out)
+    # What a kill left of a line is no line.
+    lines = content.split(b"\n")[:-1]
+    identity = json.dumps(job.identity, sort_keys=True).encode()
+    if content[:1] not in (b"", b"{", b"\0") or (lines and not _is_job(lines[0])):
+        raise CheckpointError(
+            f"{journal_path(out)}: is not the journal of a pack, or damaged; {_remove_both(out)}"
+        )
+    if not os.path.lexists(partial):
+        # Without its directory a journal tells nothing.
+        lines = []
+    elif not lines:
+        raise CheckpointError(f"{partial}: was not left by a pack; remove it")
+    elif lines[0] != identity:
+        raise _other_job(out, json.loads(lines[0]), job)
+    done: dict[str, dict[int, int]] = {}
+    num_pieces = {each.name: len(each.pieces) for each in job.files}
+    for line in lines[1:]:
+        name, piece, checksum = _entry(line, num_pieces, out)
+        done.setdefault(name, {})[piece] = checksum
+    file.truncate(sum(len(line) + 1 for line in lines))
+    if not lines:
+        file.write(identity + b"\n")
+    file.flush()
+    os.fsync(file.fileno())
+    _sync_directory(out.parent)
+    return done
 
 
-def _other_job(partial: Path, line: bytes, job: PackJob) -> CheckpointError:
-    """In which way the job that was begun is another."""
+def _is_job(line: bytes) -> bool:
+    """Whether a journal could begin with it."""
     try:
-        begun = json.loads(line)
-    except ValueError:
-        begun = {}
-    what = "was begun with other options"
-    if begun.get("source") != job.identity["source"]:
-        before, now = begun.get("source") or {}, job.identity["source"]
-        changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-        what = f"was begun from other files: {changed[0]} has changed in {job.source}"
-    return CheckpointError(
-        f"{partial}: {what}; remove it and {_journal_path(partial).name} to begin anew, or name "
-        "another place for the pack"
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return (
+        isinstance(values, dict) and "journal" in values and isinstance(values.get("source"), dict)
     )
+
+
+def _entry(line: bytes, num_pieces: Mapping[str, int], out: Path) -> tuple[str, int, int]:
+    """A piece that is done. Raises: CheckpointError."""
+    try:
+        name, piece, checksum = json.loads(line)
+        is_piece = type(piece) is int and 0 <= piece < num_pieces[name]
+        if not is_piece or type(checksum) is not int or not 0 <= checksum < 2**32:
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise CheckpointError(
+            f"{journal_path(out)}: the line {line[:80]!r} names no piece of this pack, so the "
+            f"journal is damaged; {_remove_both(out)}"
+        ) from None
+    return name, piece, checksum
+
+
+def _remove_both(out: Path) -> str:
+    return (
+        f"remove {partial_path(out)} and {journal_path(out).name} to begin anew, or name another "
+        "place for the pack"
+    )
+
+
+def _other_job(out: Path, begun: Mapping[str, Any], job: PackJob) -> CheckpointError:
+    """In which way the job that was begun is another."""
+    what = "was begun with other options"
+    if begun["journal"] != job.identity["journal"]:
+        what = "was begun by another version of oled-moe"
+    elif begun["source"] != job.identity["source"]:
+        before, now = dict(begun["source"]), job.identity["source"]
+        changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        name = changed[0].rpartition("/")[2]
+        what = f"was begun from other files: {name} has changed in {job.source}"
+        if not before.keys() & now.keys():
+            what = f"was begun from another model than {job.source}"
+    return CheckpointError(
+        f"{partial_path(out)}: {what}; remove it and {journal_path(out).name} to begin anew, or "
+        "name another place for the pack"
+    )
+
+
+def _remove(job: PackJob, out: Path) -> None:
+    """Remove what a run has made, and nothing else."""
+    partial = partial_path(out)
+    names = [*(file.name for file in job.files), *(path.name for path in job.copies), MANIFEST_NAME]
+    with suppress(OSError):
+        for name in names:
+            (partial / name).unlink(missing_ok=True)
+        partial.rmdir()
+    if not os.path.lexists(partial):
+        journal_path(out).unlink(missing_ok=True)
 
 
 # Writing
@@ -273,11 +353,17 @@ def seal_pack(job: PackJob, out: Path, journal: Journal) -> None:
 
 
 def name_pack(out: Path) -> None:
-    """Give a sealed pack its name; the journal goes."""
+    """Give a sealed pack its name; the journal goes. Raises: ConfigError where it is taken."""
     partial = partial_path(out)
+    # An empty directory would be replaced without a word.
+    if os.path.lexists(out):
+        raise ConfigError(
+            f"{out} has come while the pack was written, which lies whole in {partial}; remove "
+            f"{out} and run the same command again"
+        )
     os.rename(partial, out)
     _sync_directory(out.parent)
-    _journal_path(partial).unlink()
+    journal_path(out).unlink()
 
 
 @dataclass(slots=True)
@@ -376,7 +462,7 @@ def _settle(target: Any, start: int) -> None:
 
 
 def _copy(source: Path, target: Path) -> FileSum:
-    content = source.read_bytes()
+    content = read_file(source)
     _write_synced(target, content)
     return FileSum(len(content), zlib.crc32(content))
 

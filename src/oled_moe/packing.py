@@ -3,11 +3,9 @@
 What is written is decided here; pack_writer.py writes it.
 """
 
-import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -21,9 +19,10 @@ from oled_moe.codes import StoredForm
 from oled_moe.config import check_choice
 from oled_moe.devices import Progress
 from oled_moe.encodings import EncodedRecord
-from oled_moe.errors import CheckpointError, ConfigError, DoesNotFitError, OledMoeError
+from oled_moe.errors import CheckpointError, ConfigError
 from oled_moe.model_paths import find_model
 from oled_moe.models import find_family
+from oled_moe.pack_places import check_place, writing
 from oled_moe.pack_writer import (
     JOURNAL_VERSION,
     PackFile,
@@ -31,7 +30,6 @@ from oled_moe.pack_writer import (
     Piece,
     file_header,
     open_journal,
-    partial_path,
     write_pack,
 )
 from oled_moe.packs import (
@@ -106,15 +104,15 @@ def pack_checkpoint(
     the rest; None keeps what is stored. `method`, for whole numbers alone, is one of `METHODS`.
     A run that was killed is continued.
 
-    Raises: ConfigError for a dtype, and where something is at `out`; CheckpointError for a source
-    that cannot be read, or has changed since the run that is continued; DoesNotFitError where the
-    disk is too small; OledMoeError where it cannot be written.
+    Raises: ConfigError for a dtype, and where something is at `out` or nothing can be;
+    CheckpointError for a source that cannot be read, or has changed since the run that is
+    continued; DoesNotFitError where the disk is too small; OledMoeError where it breaks.
     """
     source = find_model(model, hub_cache=hub_cache)
-    check_place(out)
+    check_place(out, source)
     job = plan_pack(source, dtype, dense_dtype, method)
     try:
-        with writing(out), open_journal(partial_path(out), job) as journal:
+        with writing(out), open_journal(out, job) as journal:
             num_threads = num_threads or default_threads()
             num_resumed = write_pack(job, out, journal, progress, free_bytes, num_threads)
         return make_report(job, out, num_resumed)
@@ -122,29 +120,9 @@ def pack_checkpoint(
         job.close()
 
 
-def check_place(out: Path) -> None:
-    """Raises: ConfigError where something is at `out`."""
-    if os.path.lexists(out):
-        raise ConfigError(f"{out} is there already; remove it, or name another place for the pack")
-
-
 def default_threads() -> int:
     """How many experts are made at a time where nobody says."""
     return min(_MAX_THREADS, os.cpu_count() or 1)
-
-
-@contextmanager
-def writing(out: Path) -> Iterator[None]:
-    """Has the directory above `out`. Raises: OledMoeError for what the disk refuses within."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise (DoesNotFitError if is_full else OledMoeError)(
-            f"{partial_path(out)}: cannot be written ({error.strerror}); what is written stays for "
-            "the next run of the same command, or remove it and name another place"
-        ) from error
 
 
 def make_report(job: PackJob, out: Path, num_resumed_bytes: int) -> PackReport:
@@ -426,10 +404,18 @@ def _identity(
     }
 
 
-def _source_state(paths: Sequence[Path]) -> dict[str, list[int]]:
-    """Every source file by its size and time of change, as they are now."""
-    states = {path.name: path.stat() for path in paths}
-    return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
+def _source_state(paths: Sequence[Path]) -> dict[str, list[int] | None]:
+    """Every source file by its size and time of change, as they are now; None where one is gone."""
+
+    def state_of(path: Path) -> list[int] | None:
+        try:
+            state = path.stat()
+        except FileNotFoundError:
+            return None
+        return [state.st_size, state.st_mtime_ns]
+
+    # Where it lies tells models apart whose files have the same times, as some archives unpack.
+    return {str(path.parent.resolve() / path.name): state_of(path) for path in paths}
 
 
 def report_to_dict(report: PackReport) -> dict[str, Any]:

@@ -15,6 +15,7 @@ A line follows the bytes that it speaks of, and comes before their loss.
 import fcntl
 import json
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from oled_moe.errors import DownloadError, OledMoeError
-from oled_moe.pack_writer import Piece, partial_path
+from oled_moe.pack_places import partial_path, shards_path
+from oled_moe.pack_writer import Piece
 from oled_moe.tensor_files import MAX_HEADER_BYTES
 
 # Most headers are shorter: one request brings them.
@@ -37,15 +39,27 @@ Range = tuple[int, int]
 
 @contextmanager
 def stand_ins_of(out: Path) -> Iterator[Path]:
-    """The directory of stand-ins, for this process alone. Raises: OledMoeError."""
-    directory = partial_path(out).with_name(f"{partial_path(out).name}.shards")
+    """The directory of stand-ins, for this process alone; it goes where a run leaves nothing in
+    them nor in the pack. Raises: OledMoeError."""
+    directory = shards_path(out)
     directory.mkdir(exist_ok=True)
     with open(directory / _LOCK_NAME, "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OledMoeError(f"another process writes {directory}; wait for it") from None
-        yield directory
+        try:
+            yield directory
+        except (Exception, KeyboardInterrupt):
+            if not os.path.lexists(partial_path(out)) and not _has_aside(directory):
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+
+def _has_aside(directory: Path) -> bool:
+    """Whether anything was set aside: there are lines behind the first."""
+    record = directory / _ASIDE_NAME
+    return record.is_file() and record.read_bytes().count(b"\n") > 1
 
 
 class StandIns:
