@@ -5,7 +5,7 @@ Checkpoints are described from JSON files and headers alone: no weight is read h
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oled_moe.checkpoint import Checkpoint
+from oled_moe.checkpoint import Checkpoint, Parts, find_weights
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_PROFILE, PROFILE_DEVICES, CostModel, HardwareProfile
 from oled_moe.cuda import check_cuda
@@ -28,7 +28,7 @@ from oled_moe.hub_cache import default_hub_cache
 from oled_moe.kernels import KERNELS
 from oled_moe.measuring import QUICK
 from oled_moe.model_paths import DEMO_MODEL, find_model
-from oled_moe.models import Family, ModelConfig, find_family
+from oled_moe.models import ModelConfig, find_family
 from oled_moe.outlook import (
     OpenedModel,
     open_sizes,
@@ -47,7 +47,7 @@ from oled_moe.profiler import (
     save_profile,
     to_profile,
 )
-from oled_moe.store import ExpertLayout, ExpertPart, SlotArena
+from oled_moe.store import ExpertLayout, SlotArena
 from oled_moe.tensor_files import TensorRecord
 from oled_moe.tokenization import Tokenizer
 from oled_moe.types import ForwardOutcome, LayerDemand, LayerPlan
@@ -115,15 +115,25 @@ def check_config(values: Mapping[str, Any]) -> None:
 def describe_checkpoint(model: str | Path, *, hub_cache: Path | None = None) -> CheckpointSummary:
     """Describe `demo`, a directory or a hub id in the local cache.
 
-    Raises: ModelNotFoundError; CheckpointError where it cannot be read or lacks weights.
+    Raises: ModelNotFoundError; CheckpointError where it cannot be read, or lacks weights that
+    loading would ask for.
     """
     checkpoint = Checkpoint.open(find_model(model, hub_cache=hub_cache))
     family = find_family(checkpoint.config)
     config = family.config(checkpoint.config)
-    contents = _sort_tensors(checkpoint, family, config)
+    found = find_weights(
+        checkpoint,
+        map_weight=family.weight_map(config),
+        shapes=family.parameter_shapes(config),
+        num_moe_layers=config.num_moe_layers,
+        num_experts=config.num_experts,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        dtype=None,
+    )
     tokenizer = Tokenizer.load(checkpoint.path)
     defaults = sampling_defaults_of(checkpoint, config, tokenizer)
-    routed, pack = [record for _, record in contents.parts], checkpoint.pack
+    routed, pack = [record for record, _ in found.experts], checkpoint.pack
     dtype = pack.layout.dtype if pack is not None else routed[0].dtype
     routed_bytes = sum(record.stored_bytes for record in routed)
     num_routed = sum(map(_num_values, routed))
@@ -151,7 +161,7 @@ def describe_checkpoint(model: str | Path, *, hub_cache: Path | None = None) -> 
         routed_bytes=routed_bytes,
         rest_bytes=checkpoint.num_bytes - routed_bytes,
         num_files=len(checkpoint.file_bytes),
-        convention=_convention(contents.parts, len(checkpoint.file_bytes)),
+        convention=_convention(found.experts, len(checkpoint.file_bytes)),
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
         kv_bytes_per_token=kv_values_per_token * dtype.itemsize,
@@ -160,7 +170,7 @@ def describe_checkpoint(model: str | Path, *, hub_cache: Path | None = None) -> 
             for name in SamplingParams.__dataclass_fields__
             if (value := getattr(defaults, name)) is not None
         },
-        num_unused_tensors=contents.num_unused,
+        num_unused_tensors=len(found.unused),
         is_pack=pack is not None,
         encoding=checkpoint.encoding,
         expert_capacity=config.decoding.expert_capacity,
@@ -207,44 +217,6 @@ def _stored_dtypes(checkpoint: Checkpoint) -> dict[str, int]:
     return dtypes
 
 
-Parts = Sequence[tuple[ExpertPart, TensorRecord]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    parts: Parts
-    num_unused: int
-
-
-def _sort_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> _Contents:
-    """Tell the routed experts from the rest. Raises: CheckpointError where something is missing."""
-    weight_map = family.weight_map(config)
-    missing = set(family.parameter_shapes(config))
-    parts, num_unused = [], 0
-    for record in checkpoint.tensors.values():
-        try:
-            target = weight_map(record.name)
-        except KeyError:
-            num_unused += 1
-            continue
-        if isinstance(target, ExpertPart):
-            parts.append((target, record))
-        elif target is not None:
-            missing.discard(target)
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint.path}: {len(missing)} parameters are missing, {min(missing)} among them; "
-            "download the weights and config.json again"
-        )
-    num_found, num_wanted = sum(_num_values(record) for _, record in parts), _num_wanted(config)
-    if num_found != num_wanted and checkpoint.pack is None:
-        raise CheckpointError(
-            f"{checkpoint.path}: its routed experts have {num_found} parameters, config.json asks "
-            f"for {num_wanted}; download the weights and config.json again"
-        )
-    return _Contents(parts, num_unused)
-
-
 def _num_wanted(config: ModelConfig) -> int:
     """Parameters of all routed experts."""
     matrix_size = config.hidden_size * config.moe_intermediate_size
@@ -263,12 +235,12 @@ def _convention(parts: Parts, num_files: int) -> str:
     """How the experts lie in their files, in words (models.md 3.1)."""
     if not parts:
         return "packed: each expert is one aligned read, with a checksum"
-    if any(part.expert is None for part, _ in parts):
+    if any(part.expert is None for _, part in parts):
         return "the experts of a layer stacked in one tensor"
     if num_files == 1:
         return "one file, one tensor for each matrix of an expert"
     files: dict[tuple[int, int | None], set[Path]] = {}
-    for part, record in parts:
+    for record, part in parts:
         files.setdefault((part.layer, part.expert), set()).add(record.path)
     if any(len(paths) > 1 for paths in files.values()):
         return "shards cut by size: matrices of one expert can lie in different files (LLaDA2.0)"

@@ -1,14 +1,14 @@
 """Packed checkpoints: a manifest that names every file, every expert and their checksums.
 
 The format is docs/pack-format.md. `open_pack` proves that small files and all headers are those
-that were packed; weights are compared with their checksums when they are read. Every fault is a
-CheckpointError.
+that were packed, and that the files hold what the manifest names and nothing else; weights are
+compared with their checksums when they are read. Every fault is a CheckpointError.
 """
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,41 +151,59 @@ def open_pack(directory: Path) -> tuple[Pack, dict[str, TensorRecord], dict[Path
     Raises: CheckpointError where a small file or a header is not the one that was packed.
     """
     manifest = PackManifest.read(directory / MANIFEST_NAME)
+    files = _tensors_of(manifest)
+    _check_names(directory / MANIFEST_NAME, manifest, files)
     for name, expected in manifest.copies.items():
         content = read_file(directory / name)
         if FileSum(len(content), zlib.crc32(content)) != expected:
             raise _changed(directory / name)
-    found, file_bytes = {}, {}
-    for name, expected in manifest.weights.items():
+    tensors: dict[str, TensorRecord] = {}
+    spans, file_bytes = [], {}
+    for name, wanted in files.items():
         path = directory / name
         records, file_bytes[path] = read_header(path)
-        if _header_sum(path, records, file_bytes[path]) != expected:
+        if _header_sum(path, records, file_bytes[path]) != manifest.weights[name]:
             raise _changed(path)
-        found.update(records)
-    spans = tuple(
-        tuple(
-            _slot_span(directory, found.get(expert_tensor(layer, expert)), manifest)
-            for expert in range(manifest.num_experts)
+        _check_tensors(path, wanted, records)
+        if name == DENSE_NAME:
+            for each, checksum in manifest.dense.items():
+                tensors[each] = replace(records[each], checksum=checksum)
+        else:
+            spans.append(tuple(_slot_span(records[slot], manifest) for slot in wanted))
+    return Pack(directory, manifest, tuple(spans)), tensors, file_bytes
+
+
+def _tensors_of(manifest: PackManifest) -> dict[str, Sequence[str]]:
+    """Which tensors lie in which file."""
+    files: dict[str, Sequence[str]] = {DENSE_NAME: list(manifest.dense)}
+    for layer in range(manifest.num_layers):
+        experts = range(manifest.num_experts)
+        files[experts_name(layer)] = [expert_tensor(layer, expert) for expert in experts]
+    return files
+
+
+def _check_names(path: Path, manifest: PackManifest, files: Collection[str]) -> None:
+    """Raises: CheckpointError where a manifest names other files than a pack has."""
+    if wrong := manifest.weights.keys() ^ set(files):
+        raise CheckpointError(
+            f"{path}: names weights that are not those of its {manifest.num_layers} layers: "
+            f"{min(wrong):.200}; {_AGAIN}"
         )
-        for layer in range(manifest.num_layers)
-    )
-    tensors = {}
-    for name, checksum in manifest.dense.items():
-        record = found.get(name)
-        if record is None:
-            raise CheckpointError(f"{directory}: tensor {name!r:.200} is missing; {_AGAIN}")
-        tensors[name] = TensorRecord(
-            name, record.path, record.dtype, record.shape, record.offset, record.num_bytes, checksum
-        )
-    return Pack(directory, manifest, spans), tensors, file_bytes
+    if "config.json" not in manifest.copies:
+        raise CheckpointError(f"{path}: names no config.json; {_AGAIN}")
+
+
+def _check_tensors(path: Path, wanted: Collection[str], found: Collection[str]) -> None:
+    """Raises: CheckpointError where a file has other tensors than the manifest says."""
+    for name in sorted({*wanted} ^ {*found}):
+        what = "is missing" if name in wanted else f"is not in {MANIFEST_NAME}"
+        raise CheckpointError(f"{path}: tensor {name!r:.200} {what}; {_AGAIN}")
 
 
 _AGAIN = "pack the model again"
 
 
-def _slot_span(directory: Path, record: TensorRecord | None, manifest: PackManifest) -> FileSpan:
-    if record is None:
-        raise CheckpointError(f"{directory}: an expert is missing; {_AGAIN}")
+def _slot_span(record: TensorRecord, manifest: PackManifest) -> FileSpan:
     is_slot = record.dtype == torch.uint8 and record.shape == (manifest.layout.slot_bytes,)
     if not is_slot or record.offset % PAGE_BYTES:
         raise CheckpointError(f"{record.path}: tensor {record.name!r} is no slot; {_AGAIN}")
@@ -229,8 +247,11 @@ def layout_from_dict(values: Mapping[str, Any]) -> tuple[ExpertLayout, str | Non
             f"{MANIFEST_NAME}: experts have the quantised layout {values['quant_layout']!r:.20}; "
             f"allowed: {LAYOUT_VERSION}; {_AGAIN} with this version of oled-moe"
         )
+    method = values["method"]
+    if (method is None) != (quant is None) or not isinstance(method, str | None):
+        raise ValueError
     layout = ExpertLayout(hidden_size, intermediate_size, DTYPES[values["dtype"]], quant=quant)
-    return layout, values["method"]
+    return layout, method
 
 
 def _text(values: Mapping[str, Any]) -> bytes:
@@ -256,6 +277,8 @@ def _sums_from_dict(values: Mapping[str, Any]) -> dict[str, FileSum]:
     sums = {}
     for name, entry in values.items():
         if not name or name.startswith(".") or {"/", "\\"} & set(name) or not name.isprintable():
+            raise ValueError
+        if type(entry["num_bytes"]) is not int:
             raise ValueError
         sums[name] = FileSum(entry["num_bytes"], _number(entry["checksum"]))
     return sums
