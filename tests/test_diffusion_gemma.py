@@ -28,7 +28,7 @@ from oled_moe.config import (
     sampling_from_generation_config,
 )
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
-from oled_moe.engine import StepEvent
+from oled_moe.engine import GenerationResult, StepEvent
 from oled_moe.errors import CheckpointError, ConfigError, OledMoeError
 from oled_moe.layers import ForwardBatch, Segment
 from oled_moe.models import diffusion_gemma
@@ -227,15 +227,20 @@ def test_bfloat16(tmp_path: Path) -> None:
 # --- answers
 
 
+def check_run(engine: Engine, run: dict[str, Any]) -> GenerationResult:
+    """Tokens and forwards of a golden run."""
+    result = engine.generate(PROMPT, params_of(run["args"]))
+    assert result.token_ids == answer_of(run["args"], run["output_ids"]), run["name"]
+    assert result.stats.num_denoise_forwards == run["forwards"], run["name"]
+    return result
+
+
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_golden_runs(capacity: float) -> None:
     with open_engine(experts_per_layer=capacity) as engine:
         assert engine.policy.name == "stream"
         for run in GOLDEN_RUNS:
-            args = run["args"]
-            result = engine.generate(PROMPT, params_of(args))
-            assert result.token_ids == answer_of(args, run["output_ids"]), run["name"]
-            assert result.stats.num_denoise_forwards == run["forwards"]
+            result = check_run(engine, run)
             assert result.stats.num_commit_forwards == 0
             assert result.finish_reason == ("stop" if run["name"].endswith("_eos") else "length")
             assert len(result.probabilities) == len(result.token_ids)

@@ -46,7 +46,8 @@ class PackFlags:
         flag(
             "--method",
             metavar="NAME",
-            help="How int8 and int4 are rounded: searched or nearest; default: searched.",
+            help="How int8 and int4 are rounded: searched or nearest; default: searched, or not at "
+            "all where MODEL has such codes already.",
         ),
     ] = None
     dense_dtype: Annotated[
@@ -69,7 +70,8 @@ def pack(
 ) -> None:
     """Pack a model: each expert one aligned read, with checksums, optionally int8 or int4.
 
-    The pack is a MODEL like any other. Written to OUT.partial and renamed at the end; when the
+    The pack is a MODEL like any other. Codes of GPTQ, compressed-tensors and GGUF weights are kept
+    where a form of packs holds them. Written to OUT.partial and renamed at the end; when the
     command is stopped, the same command goes on where it was.
     """
     use_log_flags(log)
