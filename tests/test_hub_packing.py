@@ -435,6 +435,23 @@ def test_what_is_removed_between_runs_is_made_again(
     assert contents(tmp_path / "pack") == expected["matrices"]
 
 
+def test_a_record_that_is_damaged_is_not_trusted(
+    models: Any, expected: Any, tmp_path: Path
+) -> None:
+    """All comes again then; zeros are never taken for what was set aside."""
+    client = FakeClient(models["matrices"])
+    generator = random.Random(4)
+    for _ in range(3):
+        interrupted(client, tmp_path, "model-00002.safetensors")
+        record = tmp_path / "pack.partial.shards" / ".aside"
+        content = bytearray(record.read_bytes())
+        content[generator.randrange(len(content) - 1)] ^= 4
+        record.write_bytes(content)
+        pack_while(client, tmp_path)
+        assert contents(tmp_path / "pack") == expected["matrices"]
+        shutil.rmtree(tmp_path / "pack")
+
+
 def test_a_stand_in_that_is_removed_is_made_again(
     models: Any, expected: Any, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ after the directory has its name.
 import fcntl
 import json
 import os
+import re
 import shutil
 import zlib
 from collections import deque
@@ -38,6 +39,8 @@ from oled_moe.tensor_files import dtype_name, read_file
 JOURNAL_VERSION = 3
 # Brought to the disk, and then entered in the journal, at a time.
 CHUNK_BYTES = 64 * 2**20
+# What a kill, or the loss of power, may leave of a journal's first line, and no other file has.
+_BEGINNING = re.compile(rb"\0*$|[0-9a-f]{0,8}$|[0-9a-f]{8} ")
 # Left free on the disk: other programs want to write too.
 SPARE_BYTES = 2**30
 
@@ -120,6 +123,20 @@ def file_header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> by
 # The journal
 
 
+def to_line(values: Any) -> bytes:
+    """JSON behind its own checksum: a wrong digit in it would make a wrong pack."""
+    text = json.dumps(values, sort_keys=True).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def of_line(line: bytes) -> Any:
+    """Raises: ValueError."""
+    checksum, _, text = line.partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        raise ValueError
+    return json.loads(text)
+
+
 class Journal:
     """Which pieces of which file are on the disk, and their checksums: `done[file][piece]`."""
 
@@ -130,7 +147,7 @@ class Journal:
     def enter(self, name: str, checksums: Mapping[int, int]) -> None:
         """These pieces of a file are on the disk."""
         for piece, checksum in checksums.items():
-            self._file.write(json.dumps([name, piece, checksum]).encode() + b"\n")
+            self._file.write(to_line([name, piece, checksum]))
         self._file.flush()
         os.fdatasync(self._file.fileno())
         self.done.setdefault(name, {}).update(checksums)
@@ -192,18 +209,18 @@ def _read_journal(file: BinaryIO, out: Path, job: PackJob) -> dict[str, dict[int
     content, partial = file.read(), partial_path(out)
     # What a kill left of a line is no line.
     lines = content.split(b"\n")[:-1]
-    identity = json.dumps(job.identity, sort_keys=True).encode()
-    if content[:1] not in (b"", b"{", b"\0") or (lines and not _is_job(lines[0])):
+    begun = _begun(lines[0]) if lines else None
+    if lines and begun is None or not _BEGINNING.match(content):
         raise CheckpointError(
             f"{journal_path(out)}: is not the journal of a pack, or damaged; {_remove_both(out)}"
         )
     if not os.path.lexists(partial):
         # Without its directory a journal tells nothing.
         lines = []
-    elif not lines:
+    elif begun is None:
         raise CheckpointError(f"{partial}: was not left by a pack; remove it")
-    elif lines[0] != identity:
-        raise _other_job(out, json.loads(lines[0]), job)
+    elif lines[0] + b"\n" != to_line(job.identity):
+        raise _other_job(out, begun, job)
     done: dict[str, dict[int, int]] = {}
     num_pieces = {each.name: len(each.pieces) for each in job.files}
     for line in lines[1:]:
@@ -211,28 +228,27 @@ def _read_journal(file: BinaryIO, out: Path, job: PackJob) -> dict[str, dict[int
         done.setdefault(name, {})[piece] = checksum
     file.truncate(sum(len(line) + 1 for line in lines))
     if not lines:
-        file.write(identity + b"\n")
+        file.write(to_line(job.identity))
     file.flush()
     os.fsync(file.fileno())
     _sync_directory(out.parent)
     return done
 
 
-def _is_job(line: bytes) -> bool:
-    """Whether a journal could begin with it."""
+def _begun(line: bytes) -> Mapping[str, Any] | None:
+    """The job on the first line of a journal; None where it is no journal."""
     try:
-        values = json.loads(line)
+        values = of_line(line)
     except (ValueError, RecursionError):
-        return False
-    return (
-        isinstance(values, dict) and "journal" in values and isinstance(values.get("source"), dict)
-    )
+        return None
+    is_job = isinstance(values, dict) and {"journal", "source"} <= values.keys()
+    return values if is_job and isinstance(values["source"], dict) else None
 
 
 def _entry(line: bytes, num_pieces: Mapping[str, int], out: Path) -> tuple[str, int, int]:
     """A piece that is done. Raises: CheckpointError."""
     try:
-        name, piece, checksum = json.loads(line)
+        name, piece, checksum = of_line(line)
         is_piece = type(piece) is int and 0 <= piece < num_pieces[name]
         if not is_piece or type(checksum) is not int or not 0 <= checksum < 2**32:
             raise ValueError
@@ -257,7 +273,7 @@ def _other_job(out: Path, begun: Mapping[str, Any], job: PackJob) -> CheckpointE
     if begun["journal"] != job.identity["journal"]:
         what = "was begun by another version of oled-moe"
     elif begun["source"] != job.identity["source"]:
-        before, now = dict(begun["source"]), job.identity["source"]
+        before, now = begun["source"], job.identity["source"]
         changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
         name = changed[0].rpartition("/")[2]
         what = f"was begun from other files: {name} has changed in {job.source}"

@@ -263,6 +263,8 @@ def _hex(checksum: int) -> str:
 
 
 def _number(checksum: str) -> int:
+    if len(checksum) != 8:
+        raise ValueError
     return int(checksum, 16)
 
 

@@ -7,13 +7,13 @@ is there, a link to it. What is set aside of a file lies in its stand-in, where 
     OUT.partial.shards/config.json, …      small files
     OUT.partial.shards/NAME.safetensors    stand-ins
     OUT.partial.shards/.aside              the model's files, then lines [name, ranges]: what is set
-                                           aside in a stand-in; the last line of a name counts
+                                           aside in a stand-in; the last line of a name counts.
+                                           Before each line stands its checksum
 
 A line follows the bytes that it speaks of, and comes before their loss.
 """
 
 import fcntl
-import json
 import os
 import shutil
 from collections import defaultdict
@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from oled_moe.errors import DownloadError, OledMoeError
 from oled_moe.pack_places import partial_path, shards_path
-from oled_moe.pack_writer import Piece
+from oled_moe.pack_writer import Piece, of_line, to_line
 from oled_moe.tensor_files import MAX_HEADER_BYTES
 
 # Most headers are shorter: one request brings them.
@@ -72,19 +72,23 @@ class StandIns:
         self.directory = directory
         self._record = directory / _ASIDE_NAME
         self._aside: dict[str, set[Range]] = {}
-        first = json.dumps(files, sort_keys=True).encode()
         found = self._record.read_bytes() if self._record.exists() else b""
         # What a kill left of a line is no line.
-        lines = found.split(b"\n")[:-1]
+        lines = [line + b"\n" for line in found.split(b"\n")[:-1]]
+        first = to_line(files)
+        try:
+            known = [of_line(line.removesuffix(b"\n")) for line in lines[1:]]
+        except ValueError:
+            # What the record says is not to be trusted, nor what is set aside.
+            lines = []
         if not lines or lines[0] != first:
             for path in directory.iterdir():
                 if path.name != _LOCK_NAME:
                     path.unlink()
-            lines = [first]
-        for line in lines[1:]:
-            name, ranges = json.loads(line)
+            lines, known = [first], []
+        for name, ranges in known:
             self._aside[name] = {(offset, num_bytes) for offset, num_bytes in ranges}
-        _write_synced(self._record, b"".join(line + b"\n" for line in lines))
+        _write_synced(self._record, b"".join(lines))
 
     def make(self, name: str, num_bytes: int, read_start: Callable[[int], bytes]) -> None:
         """Have a stand-in, as it is if there is one. `read_start` gives the file's first bytes."""
@@ -141,7 +145,7 @@ class StandIns:
         if not ranges:
             del self._aside[name]
         with open(self._record, "ab") as file:
-            file.write(json.dumps([name, sorted(ranges)]).encode() + b"\n")
+            file.write(to_line([name, sorted(ranges)]))
             file.flush()
             os.fsync(file.fileno())
 
