@@ -101,7 +101,7 @@ def open_store(path: Path) -> DiskExpertStore:
     checkpoint = Checkpoint.open(path)
     family = find_family(checkpoint.config)
     config = family.config(checkpoint.config)
-    _, store = find_weights(
+    found = find_weights(
         checkpoint,
         map_weight=family.weight_map(config),
         shapes=family.parameter_shapes(config),
@@ -110,9 +110,8 @@ def open_store(path: Path) -> DiskExpertStore:
         hidden_size=config.hidden_size,
         intermediate_size=config.moe_intermediate_size,
         dtype=None,
-        method="direct",
     )
-    return store
+    return found.open_store("direct")
 
 
 def measure_reads(source: Path, directory: Path) -> Iterator[dict[str, Any]]:

@@ -395,6 +395,20 @@ def test_blocks_of_gguf_files_keep_their_codes(
         torch.testing.assert_close(rounded, codes * by, rtol=1e-6, atol=0)
 
 
+def test_layers_of_plain_numbers_among_codes(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+
+    def choose(name: str) -> Type:
+        is_coded = "exps" in name and "down" not in name
+        return Type.Q8_0 if is_coded else Type.BF16
+
+    write_gguf(source / "model.gguf", "llada2", synthetic_llada2(CONFIG, seed=5), CONFIG, choose)
+    write_config(source, CONFIG)
+    report = pack_checkpoint(source, tmp_path / "pack")
+    assert report.expert_dtype == "bfloat16" and "some are BF16, plain numbers" in report.rounding
+
+
 def test_types_of_gguf_files_that_are_decoded(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -408,7 +422,7 @@ def test_types_of_gguf_files_that_are_decoded(tmp_path: Path) -> None:
         write_gguf(source / "model.gguf", "llada2", tensors, CONFIG, choose)
         report = pack_checkpoint(source, tmp_path / kind.name)
         assert report.expert_dtype == ("bfloat16" if kind == Type.Q4_1 else "float16")
-        assert ("Q4_1 is not codes" in report.rounding) == (kind == Type.Q4_1)
+        assert ("Q4_1 has minima" in report.rounding) == (kind == Type.Q4_1)
 
 
 # Forms

@@ -32,14 +32,16 @@ SPECS = st.builds(
 def random_parts(spec: QuantSpec, num_outputs: int, num_inputs: int, seed: int) -> Quantized:
     generator = torch.Generator().manual_seed(seed)
     num_groups = spec.num_groups(num_inputs)
-    most = 2**spec.bits
 
-    def codes(width: int) -> torch.Tensor:
+    def numbers(most: int, width: int) -> torch.Tensor:
         shape = (num_outputs, width)
-        return torch.randint(most, shape, dtype=torch.uint8, generator=generator)
+        return torch.randint(most + 1, shape, dtype=torch.uint8, generator=generator)
 
     scales = torch.randn(num_outputs, num_groups, generator=generator).to(torch.bfloat16)
-    return Quantized(codes(num_inputs), scales, None if spec.is_symmetric else codes(num_groups))
+    codes = numbers(2**spec.bits - 1, num_inputs)
+    # GPTQ has zeros that are one more than the largest code.
+    zeros = None if spec.is_symmetric else numbers(min(2**spec.bits, 255), num_groups)
+    return Quantized(codes, scales, zeros)
 
 
 @bounded(60)

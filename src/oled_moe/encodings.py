@@ -654,7 +654,7 @@ def _held(decode: Decoder, parts: Parts, spec: QuantSpec, where: str) -> Quantiz
     except CodesError as error:
         raise CheckpointError(
             f"{where}: {error}, which {spec} does not hold; pack it with --dtype bf16, or with "
-            "--method searched to have it rounded anew"
+            "--dtype int4 --method searched to have it rounded anew"
         ) from None
 
 

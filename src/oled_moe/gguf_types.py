@@ -53,8 +53,10 @@ class GgufDecoder:
         return values.view(len(rows), -1)
 
     def grid(self, parts: Sequence[TensorRecord]) -> CodeGrid | str:
+        if self.type.dtype is not None:
+            return f"some are {self.type.name}, plain numbers"
         if self.type.codes is None:
-            return f"{self.type.name} is not codes from -128 to 127, each 32 or more with one scale"
+            return f"{self.type.name} has minima beside its scales, or scales of 16 values"
         return CodeGrid(self.type.bits, self.type.block_values, True, torch.float16)
 
     def codes(self, parts: Sequence[Tensor]) -> StoredCodes:
