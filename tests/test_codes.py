@@ -451,7 +451,6 @@ def test_the_form_that_keeps_all(grids: list[CodeGrid], form: str) -> None:
 
 def test_no_form_keeps_them() -> None:
     assert "groups of 16, 48" in str(common_form({grid(4, 48), grid(4, 16)}))
-    assert "9 bits" in str(common_form({grid(9, 32)}))
 
 
 def test_rounded_scales_are_named() -> None:

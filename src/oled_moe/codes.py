@@ -15,8 +15,6 @@ from torch import Tensor
 
 from oled_moe.quantization import GROUP_SIZES, Quantized, QuantSpec
 
-_MOST_BITS = 8
-
 
 class CodesError(Exception):
     """Codes are not what their headers promised; the message ends before what to do."""
@@ -74,8 +72,6 @@ class StoredForm:
 def common_form(grids: Collection[CodeGrid]) -> StoredForm | str:
     """The form that keeps the codes of all grids, or in words why none does."""
     bits = max(grid.bits for grid in grids)
-    if bits > _MOST_BITS:
-        return f"they have {bits} bits"
     sizes = [grid.group_size for grid in grids if grid.group_size is not None]
     fitting = [size for size in GROUP_SIZES if all(other % size == 0 for other in sizes)]
     if not fitting:
