@@ -1,5 +1,7 @@
 """What the engine's way to quantise is compared with does what it says."""
 
+import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -12,9 +14,11 @@ from test_quantization import SPECS
 
 from oled_moe.quantization import METHODS, QuantSpec, grouped, weights_of
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "10_quantisation"))
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 try:
-    from methods import compensated, half_quadratic
+    methods = importlib.import_module("experiments.10_quantisation.methods")
+    study = importlib.import_module("experiments.10_quantisation.run")
 finally:
     sys.path.pop(0)
 
@@ -28,7 +32,7 @@ def test_half_quadratic_makes_the_small_norm_no_larger(
     weight = torch.randn(num_outputs, num_inputs, generator=generator) ** 3
     norms = [
         grouped(weight - weights_of(way(weight, spec), spec), spec).abs().pow(0.7).sum(-1)
-        for way in (half_quadratic, METHODS["nearest"])
+        for way in (methods.half_quadratic, METHODS["nearest"])
     ]
     assert (norms[0] <= norms[1]).all()
 
@@ -43,7 +47,7 @@ def test_compensated_is_nearer_for_correlated_activations(form: str) -> None:
     rows += 0.1 * torch.randn(800, 100, generator=generator)
     weight = torch.randn(48, 100, generator=generator)
     seen, other = rows.split(400)
-    found = weights_of(compensated(weight, spec, seen.T @ seen), spec)
+    found = weights_of(methods.compensated(weight, spec, seen.T @ seen), spec)
     plain = weights_of(METHODS["searched"](weight, spec), spec)
     errors = [((each - weight) @ other.T).norm() for each in (found, plain)]
     assert errors[0] < 0.6 * errors[1]

@@ -1,225 +1,321 @@
-"""Which way to quantise experts loses least.
+"""What int8 and int4 experts lose, by form and by the way they are rounded.
 
-    python experiments/10_quantisation/run.py [--part weights|answers] [--limit 4]
+    python -m experiments.10_quantisation.run
 
-`weights`: error of the experts' outputs, relative to the outputs, on the demo model's experts with
-the activations that they see, and on Gaussian matrices of LLaDA2-mini's shape with Gaussian
-activations. `answers`: held-out questions that the demo model answers, with experts quantised and
-made bfloat16 again. Appends rows to results/raw/10_quantisation.jsonl.
+Writes results/raw/10_quantisation.jsonl and the README's tables. A run that was stopped goes on
+with the rows that it lacks. Times of forwards are those of benchmarks/quantized.py.
 """
 
 import argparse
+import importlib
 import json
-import shutil
-import sys
 import tempfile
-from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from methods import compensated, half_quadratic
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from oled_moe import Engine, EngineConfig, SamplingParams
-from oled_moe.engine import find_model
-from oled_moe.quantization import (
-    METHODS,
-    QuantSpec,
-    grouped,
-    nearest,
-    weights_of,
-)
+from experiments.paper.common import RAW, Row, Table, base_row
+from experiments.studies import read_study, replace_tables, study_path
+from oled_moe.quantization import QuantSpec, weights_of
+from oled_moe.store import ExpertLayout
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "experiments" / "01_demo_model"))
-ROWS = ROOT / "results" / "raw" / "10_quantisation.jsonl"
-FORMS = ("int8-row", "int8-g128", "int4-g128", "int4-g64", "int4-g32", "int4-g64-asym", "int4-row")
-# Ways that need nothing but the weights.
-WAYS = {**METHODS, "half-quadratic": half_quadratic}
-# Questions that calibrate; they are among those that are scored too.
-NUM_CALIBRATION = 88
-# Of an expert that is measured, or calibrated; a row has up to 128 numbers.
-MIN_ROWS = 256
+calibration = importlib.import_module("experiments.10_quantisation.calibration")
+measures = importlib.import_module("experiments.10_quantisation.measures")
+methods = importlib.import_module("experiments.10_quantisation.methods")
 
-
-def answer(engine: Engine, record: dict) -> str:
-    messages = [{"role": "user", "content": record["question"]}]
-    prefix = record.get("prefix", "")
-    prompt = engine.tokenizer.apply_chat_template(messages) + prefix
-    params = SamplingParams(
-        max_tokens=96, block_length=16, threshold=0.95, temperature=0, eos_early_stop=True
-    )
-    result = engine.generate(prompt, params)
-    return prefix + (result.text or "") if result.finish_reason == "stop" else ""
+STUDY = "10_quantisation"
+INT8 = ("int8-row", "int8-g128", "int8-g64", "int8-g32", "int8-row-asym")
+INT4_GROUPS = ("int4-row", "int4-g128", "int4-g64", "int4-g32")
+FORMS = (*INT8, *INT4_GROUPS, *(f"{form}-asym" for form in INT4_GROUPS))
+# The demo model's rows are of 128 and 32 weights, so that a group of 128 is a whole row.
+DEMO_FORMS = tuple(form for form in FORMS if "g128" not in form)
+# In which ways are compared.
+COMPARED = ("int8-row", "int4-g64")
+NUM_CALIBRATION = 500
+# hidden, moe_intermediate: of LLaDA2-mini, and of the demo model.
+SHAPES = {"llada2-mini": (2048, 512), "demo": (128, 32)}
+# Experts and tokens of the layer of random weights; each token takes half of the experts.
+NUM_EXPERTS, NUM_TOKENS, INITIAL_STD = 4, 64, 0.02
+RESAMPLES = 2000
+# Below this a divergence of logits in bfloat16 is rounding.
+LEAST_KL = 1e-9
 
 
-def held_out() -> list[dict]:
-    lines = (find_model("demo") / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+class Cell(NamedTuple):
+    """`part`: demo or random; `form` None: bfloat16."""
+
+    part: str
+    form: str | None
+    method: str | None
 
 
-def observed() -> dict[tuple[int, int], Tensor]:
-    """Rows that each expert of the demo model sees while it answers some questions."""
-    seen: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-    with Engine("demo", EngineConfig(threads=1)) as engine:
-        start = engine.experts.start
-
-        def record_rows(layer, hidden_TD, ids_TK, *rest):
-            for expert in ids_TK.unique().tolist():
-                seen[layer, expert].append(hidden_TD[(ids_TK == expert).any(1)].float())
-            return start(layer, hidden_TD, ids_TK, *rest)
-
-        engine.experts.start = record_rows
-        for record in held_out()[:: 440 // NUM_CALIBRATION]:
-            answer(engine, record)
-    return {key: torch.cat(rows) for key, rows in seen.items()}
-
-
-def quantised(weight: Tensor, spec: QuantSpec, method: str, rows: Tensor) -> Tensor:
-    if method == "compensated":
-        return weights_of(compensated(weight, spec, rows.T @ rows), spec)
-    return weights_of(WAYS[method](weight, spec), spec)
-
-
-def expert_error(matrices: list[Tensor], rows: Tensor, spec: QuantSpec, method: str) -> float:
-    """Squared error of outputs over squared outputs, for the second half of the rows; the first
-    half calibrates."""
-    gate, up, down = matrices
-    seen, other = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    hidden = F.silu(seen @ gate.T) * (seen @ up.T)
-    q_gate, q_up = (quantised(each, spec, method, seen) for each in (gate, up))
-    q_down = quantised(down, spec, method, hidden)
-    expected = (F.silu(other @ gate.T) * (other @ up.T)) @ down.T
-    found = (F.silu(other @ q_gate.T) * (other @ q_up.T)) @ q_down.T
-    return float((found - expected).square().sum() / expected.square().sum())
-
-
-def key_of(layer: int, expert: int, matrix: str) -> str:
-    return f"model.layers.{layer + 1}.mlp.experts.{expert}.{matrix}_proj.weight"
-
-
-def weights_rows() -> list[dict]:
-    tensors = load_file(find_model("demo") / "model.safetensors")
-    seen = observed()
-    chosen = sorted(key for key, rows in seen.items() if len(rows) >= MIN_ROWS)[::8]
-    torch.manual_seed(0)
-    gaussian = [torch.randn(s) * 0.02 for s in ((512, 2048), (512, 2048), (2048, 512))]
-    gaussian_rows = torch.randn(1024, 2048)
-    out = []
+def cells() -> Iterator[Cell]:
+    yield Cell("demo", None, None)
+    for form in COMPARED:
+        yield Cell("demo", form, "searched")
+    for method in ("nearest", "half-quadratic", *methods.CALIBRATED):
+        yield Cell("demo", "int4-g64", method)
+    # Whole numbers of eight bits are rounded to the nearest by `searched` too.
+    yield Cell("demo", "int8-row", "weighted, compensated")
+    for form in DEMO_FORMS:
+        if form not in COMPARED:
+            yield Cell("demo", form, "searched")
     for form in FORMS:
-        spec = QuantSpec.parse(form)
-        for method in (*WAYS, "compensated"):
-            errors = []
-            for layer, expert in chosen:
-                names = [key_of(layer, expert, each) for each in ("gate", "up", "down")]
-                matrices = [tensors[name].float() for name in names]
-                errors.append(expert_error(matrices, seen[layer, expert], spec, method))
-            row = {
-                "form": form,
-                "method": method,
-                "demo_error": (sum(errors) / len(errors)) ** 0.5,
-                "demo_experts": len(chosen),
-            }
-            if method != "compensated":
-                row["gaussian_error"] = expert_error(gaussian, gaussian_rows, spec, method) ** 0.5
-            out.append(row)
-            print(json.dumps(row), flush=True)
-    return out
+        for method in methods.PLAIN:
+            yield Cell("random", form, method)
 
 
-def scales_rows() -> list[dict]:
-    """What rounding scales to 16 bits costs: the error of weights, as fp32, fp16 and bf16."""
-    torch.manual_seed(0)
-    weight = torch.randn(512, 2048) * 0.02
-    out = []
-    for form in ("int8-row", "int4-g64"):
-        spec = QuantSpec.parse(form)
-        scales = grouped(weight, spec).abs().amax(-1) / (spec.middle - 1)
-        row = {"form": form, "part": "scales"}
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            rounded = scales.to(dtype).float()[..., None]
-            groups = grouped(weight, spec)
-            codes = (groups / rounded).round().clamp(-spec.middle, spec.middle - 1)
-            row[str(dtype)] = float((codes * rounded - groups).norm() / groups.norm())
-        assert torch.isfinite(weights_of(nearest(weight, spec, scales, None), spec)).all()
-        out.append(row)
-        print(json.dumps(row), flush=True)
-    return out
+# The demo model
 
 
-def answers_rows(limit: int) -> list[dict]:
-    import tasks
+class Demo:
+    """The demo model in bfloat16, which every form is compared with; loaded when it is needed."""
 
-    folder, records = find_model("demo"), held_out()[::limit]
-    tensors = load_file(folder / "model.safetensors")
-    seen = observed()
-    out = []
-    forms = [(None, "as stored")]
-    forms += [(form, "searched") for form in FORMS]
-    forms += [("int4-g64", method) for method in ("nearest", "half-quadratic", "compensated")]
-    for form, method in forms:
+    def __init__(self, num_questions: int | None) -> None:
+        every = 1 if num_questions is None else max(1, 440 // num_questions)
+        self.records = measures.held_out()[::every]
+        self.statistics: Any = None
+        with measures.open_engine("demo") as engine:
+            self.answers = measures.answer_all(engine, self.records)
+            self.canvases = list(measures.canvases(engine, self.records, self.answers))
+            probe = measures.LayerInputs()
+            self.logits_NV = measures.logits_of(engine, self.canvases, probe)
+            self.inputs = probe.joined()
+            self.outputs = measures.layer_outputs(engine, self.inputs)
+
+    def row(self, cell: Cell) -> Row:
+        if cell.form is None:
+            return self.row_of("demo")
+        if cell.method in methods.CALIBRATED and self.statistics is None:
+            self.statistics = calibration.statistics_of(NUM_CALIBRATION)
         with tempfile.TemporaryDirectory() as directory:
-            target = Path(directory) / "model"
-            shutil.copytree(folder, target)
-            if form is not None:
-                save_file(_again(tensors, seen, form, method), target / "model.safetensors")
-            with Engine(str(target), EngineConfig(threads=1)) as engine:
-                right = [tasks.grade(record, answer(engine, record)) for record in records]
-        row = {
-            "part": "answers",
-            "form": form,
-            "method": method,
-            "num": len(records),
-            "right": sum(right) / len(right),
+            pack = Path(directory) / "pack"
+            calibration.write_quantized(pack, cell.form, cell.method, self.statistics)
+            row = self.row_of(pack)
+        if cell.method in methods.CALIBRATED:
+            row["num_calibration"] = NUM_CALIBRATION
+        return row
+
+    def row_of(self, model: Any) -> Row:
+        with measures.open_engine(model) as engine:
+            answers = measures.answer_all(engine, self.records)
+            logits_NV = measures.logits_of(engine, self.canvases)
+            outputs = measures.layer_outputs(engine, self.inputs)
+        kl_N = measures.divergences(logits_NV, self.logits_NV)
+        is_other = logits_NV.argmax(-1) != self.logits_NV.argmax(-1)
+        return {
+            "model": "demo",
+            "num_questions": len(self.records),
+            "block_length": measures.BLOCK_LENGTH,
+            "threshold": measures.THRESHOLD,
+            "right": sum(answer.is_right for answer in answers),
+            "is_right": "".join("01"[answer.is_right] for answer in answers),
+            "token_agreement": measures.agreement(answers, self.answers),
+            "num_canvases": len(self.canvases),
+            "num_positions": len(kl_N),
+            "best_token_changed": float(is_other.double().mean()),
+            "kl_by_question": measures.by_question(kl_N, self.canvases),
+            "output_error": measures.output_error(outputs, self.outputs, self.inputs),
         }
-        out.append(row)
-        print(json.dumps(row), flush=True)
-    return out
 
 
-def _again(
-    tensors: dict[str, Tensor], seen: dict[tuple[int, int], Tensor], form: str, method: str
-) -> dict[str, Tensor]:
-    """The checkpoint with every expert quantised and bfloat16 again."""
-    spec, made = QuantSpec.parse(form), dict(tensors)
-    for name, weight in tensors.items():
-        if ".experts." not in name or ".shared" in name:
-            continue
-        parts = name.split(".")
-        layer, expert, matrix = int(parts[2]) - 1, int(parts[5]), parts[6][: -len("_proj")]
-        rows = seen.get((layer, expert))
-        how = method
-        if method == "compensated" and (rows is None or len(rows) < MIN_ROWS):
-            how = "searched"
-        if how == "compensated" and matrix == "down":
-            gate, up = (tensors[key_of(layer, expert, each)].float() for each in ("gate", "up"))
-            rows = F.silu(rows @ gate.T) * (rows @ up.T)
-        made[name] = quantised(weight.float(), spec, how, rows).to(weight.dtype)
-    return made
+# Random weights
+
+
+def random_row(cell: Cell) -> Row:
+    """Of one layer of LLaDA2-mini's shape: Gaussian weights and activations, equal shares."""
+    hidden, width = SHAPES["llada2-mini"]
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    experts = [
+        [torch.randn(shape, generator=generator) * INITIAL_STD for shape in shapes]
+        for _ in range(NUM_EXPERTS)
+    ]
+    rows = torch.randn(NUM_TOKENS, hidden, generator=generator)
+    spec = QuantSpec.parse(cell.form)
+    rounded = [
+        [weights_of(methods.PLAIN[cell.method](matrix, spec), spec) for matrix in matrices]
+        for matrices in experts
+    ]
+    expected, found = _layer(rows, experts), _layer(rows, rounded)
+    return {
+        "shape": "llada2-mini",
+        "num_experts": NUM_EXPERTS,
+        "num_tokens": NUM_TOKENS,
+        "seed": 0,
+        "routed_error": float((found - expected).norm() / expected.norm()),
+    }
+
+
+def _layer(rows_TD: Tensor, experts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The sum over each token's experts: even ones take those with even numbers."""
+    out_TD = torch.zeros_like(rows_TD)
+    for number, (gate, up, down) in enumerate(experts):
+        own = rows_TD[number % 2 :: 2]
+        out_TD[number % 2 :: 2] += (F.silu(own @ gate.T) * (own @ up.T)) @ down.T
+    return out_TD
+
+
+def slot_bytes(shape: str, form: str | None) -> int:
+    """Of one expert as it lies in a pack and in memory, padding included."""
+    quant = None if form is None else QuantSpec.parse(form)
+    return ExpertLayout(*SHAPES[shape], torch.bfloat16, quant=quant).slot_bytes
+
+
+# Rows
+
+
+def measure(path: Path, num_questions: int | None) -> None:
+    """Appends what is missing beside `path`, and then gives it its name."""
+    partial = path.with_suffix(".partial")
+    lines = partial.read_text("utf-8").splitlines() if partial.exists() else []
+    done = {Cell(*(json.loads(line)[name] for name in Cell._fields)) for line in lines}
+    demo = None
+    with partial.open("a", encoding="utf-8") as file:
+        for cell in cells():
+            if cell in done:
+                continue
+            if cell.part == "demo":
+                demo = demo or Demo(num_questions)
+            row = random_row(cell) if demo is None or cell.part == "random" else demo.row(cell)
+            sizes = {f"{shape}_expert_bytes": slot_bytes(shape, cell.form) for shape in SHAPES}
+            row = base_row("", None) | {"experiment": STUDY} | cell._asdict() | sizes | row
+            file.write(json.dumps(_short(row)) + "\n")
+            file.flush()
+            print(*cell, row.get("right", ""), flush=True)
+    partial.replace(path)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _short(each) for key, each in value.items()}
+    return [_short(each) for each in value] if isinstance(value, list) else value
+
+
+# Tables
+
+
+def read_speed(folder: Path) -> dict[str, Row]:
+    """The latest row of benchmarks/quantized.py for each form, if there are any."""
+    path = folder / "quantized.jsonl"
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return {row["form"]: row for row in map(json.loads, lines)}
+
+
+def tables(rows: Sequence[Row], speed: dict[str, Row]) -> list[Table]:
+    demo = [row for row in rows if row["part"] == "demo"]
+    plain = [row for row in demo if row["method"] in (None, "searched")]
+    plain.sort(key=lambda row: (None, *FORMS).index(row["form"]))
+    compared = [row for form in COMPARED for row in demo if row["form"] == form]
+    return [
+        _demo_table("**Forms, `searched`, demo model**", plain, demo),
+        _demo_table("**Ways to round, demo model**", compared, demo),
+        _random_table([row for row in rows if row["part"] == "random"], speed),
+    ]
+
+
+def _demo_table(title: str, rows: Sequence[Row], demo: Sequence[Row]) -> Table:
+    header = (
+        *("form", "way", "bytes of an expert", "right, %", "lost", "won", "tokens as bf16's, %"),
+        *("KL, 10⁻³ nats", "KL ÷ that of `searched`", "typical KL ÷ that of `searched`"),
+        *("best token changed, %", "error of a layer, %"),
+    )
+    (base,) = (row for row in demo if row["form"] is None)
+    lines = []
+    for row in rows:
+        pairs = list(zip(row["is_right"], base["is_right"], strict=True))
+        beside = [r for r in demo if (r["form"], r["method"]) == (row["form"], "searched")]
+        ratios = ("-", "-")
+        if beside and row["method"] != "searched":
+            ratios = _ratios(row["kl_by_question"], beside[0]["kl_by_question"])
+        lines.append(
+            (
+                f"`{row['form']}`" if row["form"] else "bf16",
+                row["method"] or "-",
+                f"{row['demo_expert_bytes']:,}",
+                f"{100 * row['right'] / row['num_questions']:.1f}",
+                str(pairs.count(("0", "1"))),
+                str(pairs.count(("1", "0"))),
+                f"{100 * row['token_agreement']:.2f}",
+                f"{1e3 * _mean(row['kl_by_question']):.2f}",
+                *ratios,
+                f"{100 * row['best_token_changed']:.2f}",
+                f"{100 * row['output_error']:.2f}",
+            )
+        )
+    questions, positions = base["num_questions"], base["num_positions"]
+    return Table(f"{title}, {questions} questions, {positions:,} masks", header, tuple(lines))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _ratios(values: Sequence[float], others: Sequence[float]) -> tuple[str, str]:
+    """Ratios of arithmetic and of geometric means, with 95 % intervals over questions, paired, by
+    resampling. A few questions make most of an arithmetic mean."""
+    pairs = torch.tensor([values, others], dtype=torch.float64).clamp(min=LEAST_KL)
+    chosen = torch.randint(
+        pairs.shape[1], (RESAMPLES, pairs.shape[1]), generator=torch.Generator().manual_seed(0)
+    )
+    found = []
+    for means in (lambda each: each.mean(-1), lambda each: each.log().mean(-1).exp()):
+        whole, drawn = means(pairs), means(pairs[:, chosen])
+        ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+        low, high = (drawn[0] / drawn[1]).quantile(ends)
+        found.append(f"{whole[0] / whole[1]:.2f} [{low:.2f}, {high:.2f}]")
+    return found[0], found[1]
+
+
+def _random_table(rows: Sequence[Row], speed: dict[str, Row]) -> Table:
+    ways = list(dict.fromkeys(row["method"] for row in rows))
+    errors = {(row["form"], row["method"]): row["routed_error"] for row in rows}
+    whole = slot_bytes("llada2-mini", None)
+    lines = [("bf16", f"{whole:,}", "100", *("0" for _ in ways), *_speed_of("bf16", speed))]
+    for form in dict.fromkeys(row["form"] for row in rows):
+        (size,) = {row["llada2-mini_expert_bytes"] for row in rows if row["form"] == form}
+        shares = (f"{100 * errors[form, way]:.2f}" for way in ways)
+        line = (f"`{form}`", f"{size:,}", f"{100 * size / whole:.1f}")
+        lines.append((*line, *shares, *_speed_of(form, speed)))
+    header = ("form", "bytes of an expert", "of bf16, %", *(f"error, %: {way}" for way in ways))
+    columns = ("forward ÷ bf16's", "experts ÷ bf16's")
+    return Table(
+        "**LLaDA2-mini's shape, random weights: error of a layer's routed experts; time where all "
+        "experts are resident**",
+        (*header, *columns),
+        tuple(lines),
+    )
+
+
+def _speed_of(form: str, speed: dict[str, Row]) -> tuple[str, str]:
+    row = speed.get(form)
+    if row is None:
+        return "-", "-"
+    low, high = row["ratio_low"], row["ratio_high"]
+    return f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]", f"{row['routed_ratio']:.2f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("weights", "answers"), action="append")
-    parser.add_argument("--limit", type=int, default=1, help="every n-th question alone")
-    parser.add_argument("--no-rows", action="store_true", help="do not write the rows")
-    options = parser.parse_args()
-    rows = []
-    with torch.inference_mode():
-        for part in options.part or ("weights", "answers"):
-            rows += (
-                answers_rows(options.limit)
-                if part == "answers"
-                else [
-                    *scales_rows(),
-                    *weights_rows(),
-                ]
-            )
-    if not options.no_rows:
-        with ROWS.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"experiment": "10_quantisation", **r}) + "\n" for r in rows)
+    parser = argparse.ArgumentParser(prog=f"python -m experiments.{STUDY}.run")
+    parser.add_argument("--tables-only", action="store_true", help="of the rows that are there")
+    parser.add_argument("--out", type=Path, default=RAW, help="another folder leaves README alone")
+    parser.add_argument("--limit", type=int, help="about so many questions; default: all 440")
+    arguments = parser.parse_args()
+    if arguments.limit is not None and arguments.out.resolve() == RAW:
+        parser.error("--limit does not replace committed rows; give --out another folder")
+    if not arguments.tables_only:
+        with torch.inference_mode():
+            measure(study_path(STUDY, arguments.out), arguments.limit)
+    found = tables(read_study(STUDY, arguments.out), read_speed(arguments.out))
+    if arguments.out.resolve() == RAW:
+        replace_tables(STUDY, found)
+    print("\n\n".join(table.markdown() for table in found))
 
 
 if __name__ == "__main__":
