@@ -1,7 +1,6 @@
 """What the engine's way to quantise is compared with does what it says."""
 
 import importlib
-import json
 import sys
 from pathlib import Path
 
@@ -12,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_quantization import SPECS
 
-from oled_moe.quantization import METHODS, QuantSpec, grouped, weights_of
+from oled_moe.quantization import METHODS, QuantSpec, errors_of, grouped, weights_of
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 try:
     methods = importlib.import_module("experiments.10_quantisation.methods")
-    study = importlib.import_module("experiments.10_quantisation.run")
 finally:
     sys.path.pop(0)
 
@@ -51,3 +48,26 @@ def test_compensated_is_nearer_for_correlated_activations(form: str) -> None:
     plain = weights_of(METHODS["searched"](weight, spec), spec)
     errors = [((each - weight) @ other.T).norm() for each in (found, plain)]
     assert errors[0] < 0.6 * errors[1]
+
+
+@bounded(20)
+@given(SPECS, st.integers(1, 40), st.integers(1, 200), st.integers(0, 9))
+def test_weighted_makes_the_weighted_error_no_larger(
+    spec: QuantSpec, num_outputs: int, num_inputs: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator) ** 3
+    importance = torch.rand(num_inputs, generator=generator) ** 4
+    counts = grouped(importance.expand_as(weight), spec)
+    errors = [
+        (errors_of(weight, parts, spec).square() * counts).sum()
+        for parts in (methods.weighted(weight, spec, importance), METHODS["searched"](weight, spec))
+    ]
+    assert errors[0] <= errors[1] * (1 + 1e-6)
+
+
+def test_an_expert_that_was_never_seen_is_calibrated_like_its_layer() -> None:
+    layer = torch.eye(4) * torch.tensor([1.0, 4, 9, 16])
+    assert torch.equal(methods.Seen(0, torch.zeros(4, 4), layer).shrunk(), layer)
+    often = methods.Seen(10**6, 10**6 * torch.eye(4), layer).shrunk()
+    torch.testing.assert_close(often, torch.eye(4), atol=1e-3, rtol=0)

@@ -165,11 +165,21 @@ def _both(weight_OK: Tensor, spec: QuantSpec, seen: Seen) -> Quantized:
     return compensated(weight_OK, spec, moments_KK, SHRUNK_DAMPING, base)
 
 
+def _by_layer(weight_OK: Tensor, spec: QuantSpec, seen: Seen) -> Quantized:
+    """What fits on a disk for large models: correlations of the layer, mean squares of experts."""
+    squares_K = seen.shrunk().diagonal()
+    scale_K = (squares_K / seen.layer_KK.diagonal().clamp(min=1e-12)).sqrt()
+    moments_KK = seen.layer_KK * scale_K[:, None] * scale_K
+    base = weighted(weight_OK, spec, squares_K)
+    return compensated(weight_OK, spec, moments_KK, SHRUNK_DAMPING, base)
+
+
 PLAIN = {**METHODS, "half-quadratic": half_quadratic}
 CALIBRATED: dict[str, Callable[[Tensor, QuantSpec, Seen], Quantized]] = {
     "weighted": _weighted,
     "compensated": _compensated,
     "weighted, compensated": _both,
+    "weighted, compensated by layer": _by_layer,
 }
 
 

@@ -2,8 +2,9 @@
 
     python -m experiments.10_quantisation.run
 
-Writes results/raw/10_quantisation.jsonl and the README's tables. A run that was stopped goes on
-with the rows that it lacks. Times of forwards are those of benchmarks/quantized.py.
+Writes results/raw/10_quantisation.jsonl and the README's tables. Rows that are there stay, what is
+missing is measured; to measure all again remove the file. Times of forwards are those of
+benchmarks/quantized.py.
 """
 
 import argparse
@@ -170,24 +171,24 @@ def slot_bytes(shape: str, form: str | None) -> int:
 
 
 def measure(path: Path, num_questions: int | None) -> None:
-    """Appends what is missing beside `path`, and then gives it its name."""
-    partial = path.with_suffix(".partial")
-    lines = partial.read_text("utf-8").splitlines() if partial.exists() else []
+    """Appends the rows that are not there yet."""
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
     done = {Cell(*(json.loads(line)[name] for name in Cell._fields)) for line in lines}
     demo = None
-    with partial.open("a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8") as file:
         for cell in cells():
             if cell in done:
                 continue
-            if cell.part == "demo":
+            if cell.part == "random":
+                row = random_row(cell)
+            else:
                 demo = demo or Demo(num_questions)
-            row = random_row(cell) if demo is None or cell.part == "random" else demo.row(cell)
+                row = demo.row(cell)
             sizes = {f"{shape}_expert_bytes": slot_bytes(shape, cell.form) for shape in SHAPES}
             row = base_row("", None) | {"experiment": STUDY} | cell._asdict() | sizes | row
             file.write(json.dumps(_short(row)) + "\n")
             file.flush()
             print(*cell, row.get("right", ""), flush=True)
-    partial.replace(path)
 
 
 def _short(value: Any) -> Any:
@@ -209,6 +210,8 @@ def read_speed(folder: Path) -> dict[str, Row]:
 
 
 def tables(rows: Sequence[Row], speed: dict[str, Row]) -> list[Table]:
+    order = {cell: number for number, cell in enumerate(cells())}
+    rows = sorted(rows, key=lambda row: order[Cell(*(row[name] for name in Cell._fields))])
     demo = [row for row in rows if row["part"] == "demo"]
     plain = [row for row in demo if row["method"] in (None, "searched")]
     plain.sort(key=lambda row: (None, *FORMS).index(row["form"]))
