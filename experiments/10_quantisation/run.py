@@ -171,6 +171,7 @@ def slot_bytes(shape: str, form: str | None) -> int:
 
 def measure(path: Path, parts: Sequence[str], num_questions: int | None) -> None:
     """Appends the rows of these parts that are not there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     done = {Cell(*(json.loads(line)[name] for name in Cell._fields)) for line in lines}
     demo = None
