@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,15 @@ Record = dict[str, Any]
 BLOCK_LENGTH, MAX_TOKENS, THRESHOLD = 16, 96, 0.95
 # Questions that share forwards; what they are answered does not depend on that.
 NUM_TOGETHER, CANVASES_TOGETHER = 8, 4
+# Questions of each form; of facts not many more are held out.
+FURTHER = {
+    "plain": 200,
+    "story": 200,
+    "json_asked": 200,
+    "json_forced": 200,
+    "code": 200,
+    "facts": 30,
+}
 PARAMS = SamplingParams(
     max_tokens=MAX_TOKENS,
     block_length=BLOCK_LENGTH,
@@ -76,6 +86,18 @@ def held_out() -> list[Record]:
     """The questions of experiment 01, of which no training sequence shows any."""
     lines = (find_model("demo") / "heldout.jsonl").read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def further() -> list[Record]:
+    """Held-out questions besides those, for what needs no grades."""
+    tasks = importlib.import_module("experiments.01_demo_model.tasks")
+    known = {(record["form"], record["question"]) for record in held_out()}
+    found: list[Record] = []
+    for form, number in FURTHER.items():
+        drawn = tasks.draw_held_out(form, random.Random(f"further {form}"))
+        others = (each for each in drawn if (each.form, each.question) not in known)
+        found += [question.to_record() for question in islice(others, number)]
+    return found
 
 
 def calibrating(number: int, seed: int = 0) -> list[Record]:

@@ -37,7 +37,9 @@ DEMO_FORMS = tuple(form for form in FORMS if "g128" not in form)
 # In which ways are compared.
 COMPARED = ("int8-row", "int4-g64")
 NUM_CALIBRATION = 500
-PARTS = ("demo", "random")
+# The demo model's answers and logits; its logits on further questions, where ways are compared;
+# a layer of random weights.
+PARTS = ("demo", "further", "random")
 # hidden, moe_intermediate: of LLaDA2-mini, and of the demo model.
 SHAPES = {"llada2-mini": (2048, 512), "demo": (128, 32)}
 # Experts and tokens of the layer of random weights; each token takes all of the experts.
@@ -48,7 +50,7 @@ LEAST_KL = 1e-9
 
 
 class Cell(NamedTuple):
-    """`part`: demo or random; `form` None: bfloat16."""
+    """`part`: one of PARTS; `form` None: bfloat16."""
 
     part: str
     form: str | None
@@ -61,6 +63,8 @@ def cells() -> Iterator[Cell]:
         yield Cell("demo", form, "searched")
     for method in ("nearest", "half-quadratic", *methods.CALIBRATED):
         yield Cell("demo", "int4-g64", method)
+    for method in ("searched", "nearest", *methods.CALIBRATED):
+        yield Cell("further", "int4-g64", method)
     # Whole numbers of eight bits are rounded to the nearest by `searched` too.
     yield Cell("demo", "int8-row", "weighted, compensated")
     for form in DEMO_FORMS:
@@ -79,9 +83,11 @@ def cells() -> Iterator[Cell]:
 class Demo:
     """The demo model in bfloat16, which every form is compared with; loaded when it is needed."""
 
-    def __init__(self, num_questions: int | None) -> None:
-        every = 1 if num_questions is None else max(1, 440 // num_questions)
-        self.records = measures.held_out()[::every]
+    def __init__(self, part: str, num_questions: int | None) -> None:
+        records = measures.held_out() if part == "demo" else measures.further()
+        every = 1 if num_questions is None else max(1, len(records) // num_questions)
+        self.records = records[::every]
+        self.is_graded = part == "demo"
         self.statistics: Any = None
         with measures.open_engine("demo") as engine:
             self.answers = measures.answer_all(engine, self.records)
@@ -106,25 +112,27 @@ class Demo:
 
     def row_of(self, model: Any) -> Row:
         with measures.open_engine(model) as engine:
-            answers = measures.answer_all(engine, self.records)
+            answers = measures.answer_all(engine, self.records) if self.is_graded else None
             logits_NV = measures.logits_of(engine, self.canvases)
             outputs = measures.layer_outputs(engine, self.inputs)
         kl_N = measures.divergences(logits_NV, self.logits_NV)
         is_other = logits_NV.argmax(-1) != self.logits_NV.argmax(-1)
-        return {
+        row = {
             "model": "demo",
             "num_questions": len(self.records),
             "block_length": measures.BLOCK_LENGTH,
             "threshold": measures.THRESHOLD,
-            "right": sum(answer.is_right for answer in answers),
-            "is_right": "".join("01"[answer.is_right] for answer in answers),
-            "token_agreement": measures.agreement(answers, self.answers),
             "num_canvases": len(self.canvases),
             "num_positions": len(kl_N),
             "best_token_changed": float(is_other.double().mean()),
             "kl_by_question": measures.by_question(kl_N, self.canvases),
             "output_error": measures.output_error(outputs, self.outputs, self.inputs),
         }
+        if answers is not None:
+            row["right"] = sum(answer.is_right for answer in answers)
+            row["is_right"] = "".join("01"[answer.is_right] for answer in answers)
+            row["token_agreement"] = measures.agreement(answers, self.answers)
+        return row
 
 
 # Random weights
@@ -174,7 +182,7 @@ def measure(path: Path, parts: Sequence[str], num_questions: int | None) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     done = {Cell(*(json.loads(line)[name] for name in Cell._fields)) for line in lines}
-    demo = None
+    demos: dict[str, Demo] = {}
     with path.open("a", encoding="utf-8") as file:
         for cell in cells():
             if cell in done or cell.part not in parts:
@@ -182,8 +190,9 @@ def measure(path: Path, parts: Sequence[str], num_questions: int | None) -> None
             if cell.part == "random":
                 row = random_row(cell)
             else:
-                demo = demo or Demo(num_questions)
-                row = demo.row(cell)
+                if cell.part not in demos:
+                    demos[cell.part] = Demo(cell.part, num_questions)
+                row = demos[cell.part].row(cell)
             sizes = {f"{shape}_expert_bytes": slot_bytes(shape, cell.form) for shape in SHAPES}
             row = base_row("", None) | {"experiment": STUDY} | cell._asdict() | sizes | row
             file.write(json.dumps(_short(row)) + "\n")
@@ -216,27 +225,28 @@ def tables(rows: Sequence[Row], speed: dict[str, Row]) -> list[Table]:
     plain = [row for row in demo if row["method"] in (None, "searched")]
     plain.sort(key=lambda row: (None, *FORMS).index(row["form"]))
     compared = [row for form in COMPARED for row in demo if row["form"] == form]
-    return [
-        _demo_table("**Forms, `searched`, demo model**", plain, demo),
-        _demo_table("**Ways to round, demo model**", compared, demo),
-        _random_table([row for row in rows if row["part"] == "random"], speed),
+    found = [
+        _demo_table("**Forms, `searched`, demo model", plain, demo),
+        _demo_table("**Ways to round, demo model", compared, demo),
     ]
+    further = [row for row in rows if row["part"] == "further"]
+    if further:
+        found.append(_further_table("**Ways to round, further questions", further))
+    return [*found, _random_table([row for row in rows if row["part"] == "random"], speed)]
+
+
+LOGIT_COLUMNS = (
+    *("KL, 10⁻³ nats", "KL ÷ that of `searched`", "typical KL ÷ that of `searched`"),
+    *("best token changed, %", "error of a layer, %"),
+)
 
 
 def _demo_table(title: str, rows: Sequence[Row], demo: Sequence[Row]) -> Table:
-    header = (
-        *("form", "way", "bytes of an expert", "right, %", "lost", "won", "tokens as bf16's, %"),
-        *("KL, 10⁻³ nats", "KL ÷ that of `searched`", "typical KL ÷ that of `searched`"),
-        *("best token changed, %", "error of a layer, %"),
-    )
+    header = ("form", "way", "bytes of an expert", "right, %", "lost", "won", "tokens as bf16's, %")
     (base,) = (row for row in demo if row["form"] is None)
     lines = []
     for row in rows:
         pairs = list(zip(row["is_right"], base["is_right"], strict=True))
-        beside = [r for r in demo if (r["form"], r["method"]) == (row["form"], "searched")]
-        ratios = ("-", "-")
-        if beside and row["method"] != "searched":
-            ratios = _ratios(row["kl_by_question"], beside[0]["kl_by_question"])
         lines.append(
             (
                 f"`{row['form']}`" if row["form"] else "bf16",
@@ -246,14 +256,33 @@ def _demo_table(title: str, rows: Sequence[Row], demo: Sequence[Row]) -> Table:
                 str(pairs.count(("0", "1"))),
                 str(pairs.count(("1", "0"))),
                 f"{100 * row['token_agreement']:.2f}",
-                f"{1e3 * _mean(row['kl_by_question']):.2f}",
-                *ratios,
-                f"{100 * row['best_token_changed']:.2f}",
-                f"{100 * row['output_error']:.2f}",
+                *_logit_cells(row, demo),
             )
         )
-    questions, positions = base["num_questions"], base["num_positions"]
-    return Table(f"{title}, {questions} questions, {positions:,} masks", header, tuple(lines))
+    return Table(_counted(title, base), (*header, *LOGIT_COLUMNS), tuple(lines))
+
+
+def _further_table(title: str, rows: Sequence[Row]) -> Table:
+    lines = [(f"`{row['form']}`", row["method"], *_logit_cells(row, rows)) for row in rows]
+    return Table(_counted(title, rows[0]), ("form", "way", *LOGIT_COLUMNS), tuple(lines))
+
+
+def _counted(title: str, row: Row) -> str:
+    return f"{title}, {row['num_questions']:,} questions, {row['num_positions']:,} masks**"
+
+
+def _logit_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Beside those of `searched` in the same form."""
+    beside = [r for r in rows if (r["form"], r["method"]) == (row["form"], "searched")]
+    ratios = ("-", "-")
+    if beside and row["method"] != "searched":
+        ratios = _ratios(row["kl_by_question"], beside[0]["kl_by_question"])
+    return (
+        f"{1e3 * _mean(row['kl_by_question']):.2f}",
+        *ratios,
+        f"{100 * row['best_token_changed']:.2f}",
+        f"{100 * row['output_error']:.2f}",
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
