@@ -225,14 +225,15 @@ def tables(rows: Sequence[Row], speed: dict[str, Row]) -> list[Table]:
     plain = [row for row in demo if row["method"] in (None, "searched")]
     plain.sort(key=lambda row: (None, *FORMS).index(row["form"]))
     compared = [row for form in COMPARED for row in demo if row["form"] == form]
-    found = [
-        _demo_table("**Forms, `searched`, demo model", plain, demo),
-        _demo_table("**Ways to round, demo model", compared, demo),
-    ]
     further = [row for row in rows if row["part"] == "further"]
+    drawn = [row for row in rows if row["part"] == "random"]
+    found = []
+    if demo:
+        found.append(_demo_table("**Forms, `searched`, demo model", plain, demo))
+        found.append(_demo_table("**Ways to round, demo model", compared, demo))
     if further:
         found.append(_further_table("**Ways to round, further questions", further))
-    return [*found, _random_table([row for row in rows if row["part"] == "random"], speed)]
+    return [*found, _random_table(drawn, speed)] if drawn else found
 
 
 LOGIT_COLUMNS = (
