@@ -16,7 +16,7 @@ ROOT = Path(oled_moe.__file__).parent
 LAYERS: dict[str, tuple[str, ...]] = {
     # `demo` is a folder of data with a docstring.
     "0": ("types", "errors", "registry", "config", "reference_arguments", "shapes", "demo"),
-    "1": ("policies", "cache", "costs", "hardware", "sizing", "counters", "sharing"),
+    "1": ("policies", "cache", "costs", "hardware", "sizing", "counters", "sharing", "lossy"),
     "2a": ("traces", "trace_stats", "synthesis", "simulator", "virtual_clock", "prediction"),
     "2b": (
         *("lanes", "quantization", "codes", "store", "slots", "kernels"),
@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "grammar",
         "tool_calls",
         "memory",
+        "low_precision",
         "model_paths",
         "metrics",
         "machine",

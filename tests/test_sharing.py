@@ -20,9 +20,10 @@ from oled_moe.bench import run_bench
 from oled_moe.cli import main
 from oled_moe.errors import ConfigError
 from oled_moe.kernels.rows import choose_within, route
+from oled_moe.lossy import LOSSY, LossyRule, build_lossy
 from oled_moe.recording import PromptToRecord, record_trace
 from oled_moe.replay import Replayer
-from oled_moe.sharing import SHARING, ExpertSharing, RoutedTokens, build_sharing
+from oled_moe.sharing import RoutedTokens, SharingPolicy
 from oled_moe.types import LayerDemand, LayerPlan, Phase, TokenState
 
 E, K, T = 12, 3, 8
@@ -43,8 +44,14 @@ WHOLE_SPECS = (
 )
 
 
-def build(spec: str) -> ExpertSharing:
-    return build_sharing(spec, num_experts=E, top_k=K)
+def build(spec: str) -> LossyRule:
+    return build_lossy(spec, num_experts=E, top_k=K)
+
+
+def policy_of(spec: str) -> SharingPolicy:
+    policy = build(spec).sharing
+    assert policy is not None
+    return policy
 
 
 def routed_of(seed: int, num_blocks: int = 2) -> RoutedTokens:
@@ -64,11 +71,12 @@ def routed_of(seed: int, num_blocks: int = 2) -> RoutedTokens:
 
 
 def test_every_rule_is_tested_and_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {spec.partition(":")[0] for spec in SPECS} == set(SHARING)
+    # What is taken in another precision has tests of its own: test_mixed_precision.py.
+    assert {spec.partition(":")[0] for spec in SPECS} | {"mixed"} == set(LOSSY)
     assert main(["generate", "--help"]) == 0
     # Lines may break anywhere, within a frame or without.
     words = "".join(capsys.readouterr().out.replace("│", " ").split())
-    assert all(f"{name}:" in words for name in SHARING)
+    assert all(f"{name}:" in words for name in LOSSY)
 
 
 # --- the contract of every rule
@@ -79,7 +87,7 @@ def test_every_rule_is_tested_and_in_the_help(capsys: pytest.CaptureFixture[str]
 @bounded(25)
 def test_rules_repeat_and_change_nothing(spec: str, seed: int, num_blocks: int) -> None:
     routed, untouched = routed_of(seed, num_blocks), routed_of(seed, num_blocks)
-    policy = build(spec).policy
+    policy = policy_of(spec)
     allowed = policy.allowed(routed)
     assert allowed.shape == (T, E) and allowed.dtype == np.bool_
     assert np.array_equal(allowed, policy.allowed(routed))
@@ -91,7 +99,7 @@ def test_rules_repeat_and_change_nothing(spec: str, seed: int, num_blocks: int) 
 @given(st.integers(0, 2**32 - 1))
 @bounded(25)
 def test_a_block_has_one_set_which_is_its_own(spec: str, seed: int) -> None:
-    routed, policy = routed_of(seed, 3), build(spec).policy
+    routed, policy = routed_of(seed, 3), policy_of(spec)
     assert not policy.depends_on_cache
     allowed = policy.allowed(routed)
     elsewhere = replace(routed, is_resident=~routed.is_resident)
@@ -116,7 +124,7 @@ def test_a_block_has_one_set_which_is_its_own(spec: str, seed: int) -> None:
 @bounded(25)
 def test_whole_parameters_allow_every_own_choice(spec: str, seed: int) -> None:
     routed = routed_of(seed)
-    allowed = build(spec).policy.allowed(routed)
+    allowed = policy_of(spec).allowed(routed)
     assert np.take_along_axis(allowed, routed.topk_ids, axis=1).all()
 
 
@@ -154,23 +162,23 @@ def by_hand() -> RoutedTokens:
 )
 def test_block_rules_by_hand(spec: str, expected: list[int]) -> None:
     expected = expected or [1]  # a vote of coverage 0 keeps the first
-    for row in build(spec).policy.allowed(by_hand()):
+    for row in policy_of(spec).allowed(by_hand()):
         assert row.nonzero()[0].tolist() == expected
 
 
 @pytest.mark.parametrize(("threshold", "is_free"), [(0.5, [True, True]), (0.6, [False, True])])
 def test_resident_by_hand(threshold: float, is_free: list[bool]) -> None:
-    allowed = build(f"resident:threshold={threshold}").policy.allowed(by_hand())
+    allowed = policy_of(f"resident:threshold={threshold}").allowed(by_hand())
     for row, free in zip(allowed, is_free, strict=True):
         assert row.nonzero()[0].tolist() == (list(range(E)) if free else [9, 10, 11])
     decided = replace(by_hand(), token_state=np.array([0, 1], dtype=np.uint8))
-    assert build("resident:threshold=1").policy.allowed(decided).all()
+    assert policy_of("resident:threshold=1").allowed(decided).all()
 
 
 @pytest.mark.parametrize(
     ("spec", "named"),
     [
-        ("nope", "des-seq, des-vote, dmoe, resident"),
+        ("nope", "des-seq, des-vote, dmoe, mixed, resident"),
         ("des-vote", "give one of experts and coverage"),
         ("des-vote:experts=5,coverage=0.5", "give one of experts and coverage"),
         ("des-vote:experts=2", f"experts is '2'; allowed: a whole number, {K} to {E}"),
@@ -207,7 +215,7 @@ def test_prompts_and_commits_keep_their_own_experts() -> None:
         topk_ids=routed.topk_ids[2:4],
         weights=routed.weights[2:4],
     )
-    assert np.array_equal(build("des-vote:experts=3").policy.allowed(alone), allowed[2:4])
+    assert np.array_equal(policy_of("des-vote:experts=3").allowed(alone), allowed[2:4])
     quiet = context_of(0, [1.0] * T, phases=(Phase.PREFILL, Phase.COMMIT))
     assert build("des-vote:experts=3").allowed(quiet, routed) is None
 
@@ -216,16 +224,20 @@ def test_choices_are_counted_by_request() -> None:
     phases = (Phase.DENOISE, Phase.COMMIT, Phase.DENOISE)
     context = context_of(0, [0.4] * 6, phases=phases)
     own = np.tile(np.arange(K), (6, 1))
+    weights = np.tile(np.array([0.5, 0.25, 0.25], dtype=np.float32), (6, 1))
     taken = own.copy()
     # The same experts in another order are no replacement; commits are nobody's.
     taken[0], taken[1], taken[2], taken[4] = [2, 0, 1], [5, 1, 2], [7, 8, 9], [0, 8, 9]
-    sharing = build("dmoe")
+    taken[5] = [8, 1, 9]
+    rule = build("dmoe")
     for _ in range(2):
-        sharing.count(context, own, taken)
-    assert [sharing.counts_of(i).num_replaced for i in range(4)] == [2, 0, 4, 0]
-    assert [sharing.counts_of(i).num_choices for i in range(4)] == [12, 0, 12, 0]
-    sharing.end_request(2)
-    assert sharing.counts_of(2).num_choices == 0 and sharing.counts_of(0).num_choices == 12
+        rule.count_taken(context, own, weights, taken)
+    assert [rule.counts_of(i).num_replaced for i in range(4)] == [2, 0, 8, 0]
+    assert [rule.counts_of(i).num_choices for i in range(4)] == [12, 0, 12, 0]
+    assert [rule.counts_of(i).replaced_weight for i in range(4)] == [1, 0, 2.5, 0]
+    assert [rule.counts_of(i).weight for i in range(4)] == [4, 0, 4, 0]
+    rule.end_request(2)
+    assert rule.counts_of(2).num_choices == 0 and rule.counts_of(0).num_choices == 12
 
 
 # --- choosing within what is allowed
@@ -305,7 +317,7 @@ def exact(model: Path) -> list[list[int]]:
 def test_without_a_rule_nothing_is_replaced(model: Path) -> None:
     with open_engine(model) as engine:
         stats = engine.generate(PROMPTS[0], PARAMS).stats
-        assert engine.sharing is None and engine.experts.sharing is None
+        assert engine.lossy is None and engine.experts.lossy is None
     assert (stats.choices_replaced, stats.replaced_share) == (0, 0)
 
 
@@ -372,7 +384,7 @@ def test_resident_costs_no_load_where_enough_is_resident(model: Path, exact: Any
 
     prompt = list(range(16))
     with open_engine(model, lossy="resident:threshold=0.6", policy="naive-lru") as engine:
-        assert engine.sharing is not None and engine.sharing.policy.depends_on_cache
+        assert engine.lossy is not None and engine.lossy.depends_on_cache
         first = engine.generate(prompt, PARAMS)
         engine.experts.observers.append(observe)
         again = engine.generate(prompt, PARAMS)
@@ -469,13 +481,13 @@ def test_generate_names_the_rule(said: Said, model: Path) -> None:
     assert answer["lossy"] == "resident:threshold=0.6"
     assert 0 < answer["stats"]["replaced_share"] <= 1 and answer["stats"]["choices_replaced"] > 0
     assert json.loads(said(*common, "--json"))["lossy"] is None
-    assert "des-seq, des-vote, dmoe, resident" in said(*common, "--lossy", "nope", code=2)
+    assert "des-seq, des-vote, dmoe, mixed, resident" in said(*common, "--lossy", "nope", code=2)
 
 
 def test_help_says_what_answers_depend_on(said: Said) -> None:
     for command in ("generate", "chat", "serve", "bench"):
         words = " ".join(said(command, "--help").split())
-        assert "--lossy" in words and "those of resident depend on what is in memory" in words
+        assert "--lossy" in words and "of resident and mixed depend on what is in memory" in words
 
 
 def test_a_recorded_trace_says_so(model: Path) -> None:

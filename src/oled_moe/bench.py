@@ -64,6 +64,10 @@ ROUND_METRICS = (
     "policy_overhead",
     "choices_replaced",
     "replaced_share",
+    "replaced_weight_share",
+    "low_expert_runs",
+    "low_expert_loads",
+    "low_bytes_loaded",
 )
 # What every row repeats of the conditions it was measured under.
 _ROW_FACTS = (
@@ -72,6 +76,7 @@ _ROW_FACTS = (
     "prompts_sha256",
     "device",
     "lossy",
+    "low_precision",
     "git_revision",
     "versions",
     "seed",
@@ -674,8 +679,8 @@ class _Bench:
     def _look_at(self, engine: Engine, usable_bytes: int) -> None:
         """Check all that can be checked before the long part; note what holds for all cases."""
         plan, config = engine.memory_plan, self._config
-        if engine.sharing is not None:
-            self.depends_on_cache = engine.sharing.policy.depends_on_cache
+        if engine.lossy is not None:
+            self.depends_on_cache = engine.lossy.depends_on_cache
         costs = CostModel.from_profile(engine.hardware, plan.shape.expert_bytes)
         for case in self._cases:
             build_policy(case.policy, plan.shape, costs)
@@ -690,6 +695,8 @@ class _Bench:
         self.facts = {
             "device": config.device,
             "lossy": config.lossy,
+            "low_precision": engine.low_form,
+            "lossy_words": None if engine.lossy is None else engine.lossy.words,
             "is_emulated": config.device == "emulated",
             "has_cpu_experts": self.has_cpu_experts,
             "dtype": engine.dtype_words,
@@ -713,7 +720,7 @@ class _Bench:
         if case.experts_per_layer is not None:
             num_slots = slots_of_layers(case.experts_per_layer, plan.shape)
             num_slots += staging_beside(num_slots, plan.shape)
-            expert_bytes = num_slots * plan.shape.expert_bytes
+            expert_bytes = num_slots * plan.shape.expert_bytes + plan.low_bytes
         return plan.model.total_bytes - plan.model.process_bytes + expert_bytes
 
     def _warm(self, case: BenchCase, engine: Engine) -> None:
@@ -835,8 +842,7 @@ def _notes_before(setup: Mapping[str, Any]) -> list[str]:
         )
     if setup["lossy"]:
         notes.append(
-            f"Experts are shared by a lossy rule, {setup['lossy']}: answers are not the model's "
-            "own."
+            f"Lossy rule {setup['lossy']}: {setup['lossy_words']}, answers are not the model's own."
         )
     if setup["has_cpu_experts"]:
         notes.append(

@@ -8,6 +8,7 @@ moves; engine and simulator drive the same object. One thread plans.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from oled_moe.errors import ConfigError
 from oled_moe.policies import OffloadPolicy
 from oled_moe.policies.allocation import uniform_capacities
 from oled_moe.policies.dispatch import MissSet
+from oled_moe.policies.precision import PrecisionPolicy
 from oled_moe.policies.retention import GlobalRetentionPolicy, SizedRetentionPolicy
 from oled_moe.types import (
     NO_COPIES,
@@ -33,6 +35,14 @@ from oled_moe.types import (
 _NONE: IntArray = np.empty(0, dtype=np.int64)
 
 
+class LowPrecision(NamedTuple):
+    """Copies of all experts in a lower precision: which misses `policy` takes from them, and who
+    of them lies in which of their own slots."""
+
+    policy: PrecisionPolicy
+    cache: "ExpertCache"
+
+
 class ExpertCache:
     """Residency table of one pool of equal slots, shared by all layers.
 
@@ -43,7 +53,8 @@ class ExpertCache:
 
     For each forward: `start_forward`, `plan` for every layer in order, `end_forward`. Where the
     policy `spares_running`, prompts take no slot from experts that requests at work used in the
-    latest denoising forward, which may be the same.
+    latest denoising forward, which may be the same. With `low`, misses that would be copied and
+    matter little are left to it: they are no candidates for a slot here.
 
     Raises: ConfigError where there is not one slot, or more slots than experts, and for a policy
     that knows the future.
@@ -58,6 +69,7 @@ class ExpertCache:
         num_slots: int,
         num_staging: int,
         has_cpu_experts: bool = False,
+        low: LowPrecision | None = None,
     ) -> None:
         total = shape.num_experts_total
         if not 0 <= num_slots <= total:
@@ -73,6 +85,7 @@ class ExpertCache:
         self.num_slots = num_slots
         self.num_staging = num_staging
         self.has_cpu_experts = has_cpu_experts
+        self.low = low
         self.capacities = uniform_capacities(num_slots, shape)
         self._tell_sizes()
         self._slot_of = np.full((shape.num_layers, shape.num_experts), -1, dtype=np.int64)
@@ -305,6 +318,16 @@ class ExpertCache:
                 load_ids, load_tokens = load_ids[to_load], load_tokens[to_load]
                 is_candidate[cpu_ids] = False
                 candidates = is_candidate.nonzero()[0]
+        low_plan = None
+        if self.low is not None and len(load_ids):
+            is_low = self.low.policy.may_be_low(demand, load_ids)
+            if is_low.any():
+                low_ids = load_ids[is_low]
+                low_demand = replace(demand, expert_ids=low_ids, num_tokens=load_tokens[is_low])
+                low_plan = self.low.cache.plan(low_demand)
+                load_ids, load_tokens = load_ids[~is_low], load_tokens[~is_low]
+                is_candidate[low_ids] = False
+                candidates = is_candidate.nonzero()[0]
 
         if is_global:
             is_kept = self._keep_globally(layer, load_ids, staged_ids, every_score)
@@ -334,6 +357,7 @@ class ExpertCache:
             staged_ids,
             staged_slots,
             wave_sizes=waves,
+            low=low_plan,
         )
 
     def _in_use(self, layer: int) -> BoolArray:
@@ -551,6 +575,8 @@ class ExpertCache:
         self._staged_of[layer] = -1
         self._is_fresh[layer] = False
         self._recount()
+        if self.low is not None:
+            self.low.cache.forget(layer)
         return slots
 
     def forget_ahead(self) -> None:
@@ -627,6 +653,8 @@ class ExpertCache:
         if self.policy.placement is None:
             assert total == self.num_slots, "capacities do not sum to the slots"
         assert total <= self.num_slots, "capacities exceed the slots"
+        if self.low is not None:
+            self.low.cache.check()
 
 
 def _wanted_at_work(demand: LayerDemand) -> IntArray:

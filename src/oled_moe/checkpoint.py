@@ -243,6 +243,22 @@ def warn_of_unused(names: Sequence[str]) -> None:
         logger.warning("%d tensors are not used by this architecture: %s", len(names), shown)
 
 
+def find_packed_experts(
+    pack: Pack,
+    *,
+    num_moe_layers: int,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    dtype: torch.dtype,
+    activation: Activation,
+    method: str,
+) -> DiskExpertStore:
+    """The experts of a pack alone, as `read_weights` finds them. Raises: CheckpointError."""
+    size = _ExpertSize(num_moe_layers, num_experts, hidden_size, intermediate_size, activation)
+    return _plan_packed_store(pack, (), size, dtype)(method)
+
+
 def _read_sharded(directory: Path) -> tuple[dict[str, TensorRecord], dict[Path, int]]:
     index_path = directory / INDEX_NAME
     weight_map = read_json_file(index_path, is_unique=True).get("weight_map")

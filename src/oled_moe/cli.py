@@ -432,6 +432,7 @@ def _generation_dict(
         "device": engine.config.device,
         "policy": engine.policy.name,
         "lossy": engine.config.lossy,
+        "low_precision": engine.low_form,
         "hardware": engine.hardware.name,
         "hardware_source": engine.hardware_source,
         "plan": plan_to_dict(engine.gpu_plan or engine.memory_plan),

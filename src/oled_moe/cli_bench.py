@@ -433,6 +433,7 @@ def _setup_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("experts", f"{'; '.join(plans)} for {values['plan']['num_experts']} experts, each policy"),
         ("CPU experts", "on" if values["has_cpu_experts"] else "off"),
         ("lossy", values["lossy"] or "no"),
+        *([("low precision", values["low_precision"])] if values["low_precision"] else []),
         ("hardware", f"{hardware['name']} ({hardware['source']})"),
         ("prompts", values["prompts"]),
         ("warm-up", values["warmup"]["words"]),

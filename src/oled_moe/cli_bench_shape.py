@@ -95,7 +95,8 @@ def check_shape_flags(shape: ShapeFlags, bench: Any, engine: Any, sampling: Samp
         return
     remedies = {"--capacity": "--experts-per-layer C,C", "--out": "--json or --save"}
     names = ("prompts", "num_prompts", "capacity", "is_quick", "is_raw", "out")
-    unused = [*_given(bench, names), *_given(engine, ("expert_memory", "memory", "lossy"))]
+    not_here = ("expert_memory", "memory", "lossy", "low_precision")
+    unused = [*_given(bench, names), *_given(engine, not_here)]
     unused += _given(sampling, [field.name for field in fields(SamplingFlags)])
     for name in unused:
         instead = remedies.get(name, "")

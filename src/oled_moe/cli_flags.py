@@ -82,6 +82,25 @@ Json = Annotated[bool, flag("--json", help="Print one JSON object instead of tex
 Device = Annotated[
     str | None, _engine("--device", metavar="NAME", help=f"{' or '.join(DEVICES)}; default: cpu.")
 ]
+Lossy = Annotated[
+    str | None,
+    _engine(
+        "--lossy",
+        metavar="NAME",
+        help="Change answers to move less. A block's tokens share experts: des-vote:experts=24, "
+        "des-seq:top=2, dmoe:coverage=0.6 or resident:threshold=0.6, say; or mixed:share=0.2, by "
+        "which missing experts that matter least come from --low-precision. Answers of resident "
+        "and mixed depend on what is in memory.",
+    ),
+]
+LowPrecision = Annotated[
+    str | None,
+    _engine(
+        "--low-precision",
+        metavar="PACK",
+        help="A pack of the same model in int8 or int4, for --lossy mixed.",
+    ),
+]
 Policy = Annotated[
     str | None,
     _engine(
@@ -142,16 +161,8 @@ class EngineFlags:
         int | None, _engine("--max-model-len", help="Longest prompt and answer, in tokens.")
     ] = None
     threads: Threads = None
-    lossy: Annotated[
-        str | None,
-        _engine(
-            "--lossy",
-            metavar="NAME",
-            help="Let a block's tokens share experts, which changes answers: des-vote:experts=24, "
-            "des-seq:top=2, dmoe:coverage=0.6 or resident:threshold=0.6, say; those of resident "
-            "depend on what is in memory.",
-        ),
-    ] = None
+    lossy: Lossy = None
+    low_precision: LowPrecision = None
     force: Annotated[
         bool, _engine("--force", help="Load even where the memory plan exceeds what is free.")
     ] = False

@@ -65,11 +65,14 @@ def plan_rows(model: str, engine: "Engine", decoding: DecodingParams) -> Rows:
     capacity = engine.model_config.decoding.expert_capacity
     if capacity is not None:
         rows.append(("block routing", block_routing_words(capacity, plan.shape.num_experts)))
-    if engine.sharing is not None:
-        words = f"{config.lossy}: experts are shared, answers are not the model's own"
-        if engine.sharing.policy.depends_on_cache:
+    if engine.lossy is not None:
+        words = f"{config.lossy}: {engine.lossy.words}, answers are not the model's own"
+        if engine.lossy.depends_on_cache:
             words += " and depend on what is in memory"
         rows.append(("lossy", words))
+    if engine.low_form is not None:
+        unused = "" if plan.low else "; all experts fit in full, so none is taken from there"
+        rows.append(("low precision", f"{config.low_precision}, {engine.low_form}{unused}"))
     if gpu is None:
         return rows + memory_rows(plan.lines())
     return rows + memory_rows(gpu.gpu_lines()) + memory_rows(gpu.ram_lines())
@@ -139,12 +142,21 @@ def stats_rows(engine: "Engine", result: "GenerationResult") -> Rows:
         ),
         ("policy", f"deciding took {percent(stats.policy_overhead)} of the time"),
     ]
-    if engine.sharing is not None:
+    if engine.lossy is not None:
         rows.append(
             (
                 "lossy",
-                f"{engine.sharing.spec}: {stats.choices_replaced} expert choices replaced "
-                f"({percent(stats.replaced_share)})",
+                f"{engine.lossy.spec}: {stats.choices_replaced} expert choices replaced "
+                f"({percent(stats.replaced_share)}, {percent(stats.replaced_weight_share)} of "
+                "their weight)",
+            )
+        )
+    if engine.low_form is not None:
+        rows.append(
+            (
+                engine.low_form,
+                f"{stats.low_expert_runs} experts run in it, {stats.low_expert_loads} of the loads "
+                f"({format_size(stats.low_bytes_loaded)})",
             )
         )
     return rows

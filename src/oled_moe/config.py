@@ -181,8 +181,10 @@ class EngineConfig:
     own number, or 1 where experts are so small that more would only wait. `force` loads even where
     the memory plan exceeds what is free. `cuda_graphs`, on `cuda` alone, records the parts of
     layers between attention and experts where that is measured to be faster. `lossy`,
-    `NAME[:key=value,...]`, is a rule by which the tokens of a block share experts: answers are no
-    longer the model's own (sharing.py), and by `resident` they depend on what is in memory.
+    `NAME[:key=value,...]`, is a rule by which the tokens of a block share experts, or, `mixed`, by
+    which missing experts that matter little come from `low_precision`, a pack of the same model in
+    int8 or int4: answers are no longer the model's own (lossy.py), and by `resident` and `mixed`
+    they depend on what is in memory.
 
     Raises: ConfigError for a field outside its range.
     """
@@ -202,6 +204,7 @@ class EngineConfig:
     force: bool = False
     cuda_graphs: bool = False
     lossy: str | None = None
+    low_precision: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("device", self.device, DEVICES)
@@ -226,6 +229,7 @@ class EngineConfig:
             raise ConfigError(f"lossy is {self.lossy!r}; allowed: NAME[:key=value,...], None")
         if self.lossy is not None and self.cuda_graphs:
             raise ConfigError("lossy and cuda_graphs are both given; they do not go together")
+        self._check_low_precision()
         if isinstance(self.dtype, str) and self.dtype.startswith("int"):
             raise ConfigError(
                 f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}; experts become whole "
@@ -240,6 +244,31 @@ class EngineConfig:
         if self.threads is not None:
             check_int("threads", self.threads, minimum=1, maximum=_MAX_THREADS)
         check_int("seed", self.seed, minimum=0, maximum=2**63 - 1)
+
+    def _check_low_precision(self) -> None:
+        """The rule and its pack need each other."""
+        is_mixed = self.lossy is not None and self.lossy.partition(":")[0] == "mixed"
+        if self.low_precision is None:
+            if is_mixed:
+                raise ConfigError(
+                    f"lossy is {self.lossy!r} and low_precision is not given; name a pack of the "
+                    "same model in int8 or int4, which oled-moe pack MODEL OUT --dtype int4 makes"
+                )
+            return
+        if not isinstance(self.low_precision, str):
+            raise ConfigError(
+                f"low_precision is {self.low_precision!r}; allowed: the name of a model, None"
+            )
+        if not is_mixed:
+            raise ConfigError(
+                f"low_precision is {self.low_precision!r} and lossy is {self.lossy!r}; it "
+                "goes with lossy mixed"
+            )
+        if self.device == "cuda":
+            raise ConfigError(
+                f"lossy is {self.lossy!r} and device is 'cuda', whose copies know one precision; "
+                "allowed: with devices cpu and emulated"
+            )
 
 
 @dataclass(frozen=True, slots=True)

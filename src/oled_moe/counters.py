@@ -14,16 +14,19 @@ _Blocks = dict[int, int]
 class ExpertCounters:
     """Watches demands and plans; an observer of whoever carries plans out.
 
-    Loads and CPU runs count in every phase; ratios, and what is called `denoise`, only in forwards
-    that denoise. A hit is an expert kept since an earlier use. An expert that was copied ahead is
+    Loads and runs on the CPU or in a lower precision count in every phase; ratios, and what is
+    called `denoise`, only in forwards that denoise. A hit is an expert kept since an earlier use. An expert that was copied ahead is
     no hit when it is first wanted: it is useful where its copy was complete when the demand became
-    known, else late; what was copied and never wanted is wasted.
+    known, else late; what was copied and never wanted is wasted. `num_loads` are copies in full
+    precision on demand, `num_low_loads` those of a lower one.
     """
 
     def __init__(self) -> None:
         self.num_loads = 0
         self.num_denoise_loads = 0
         self.num_cpu_runs = 0
+        self.num_low_loads = 0
+        self.num_low_runs = 0
         self.num_prefetched = 0
         self.num_useful = 0
         self.num_late = 0
@@ -57,6 +60,9 @@ class ExpertCounters:
         num_loads, num_staged = len(plan.load_ids), len(plan.staged_ids)
         self.num_loads += num_loads
         self.num_cpu_runs += len(plan.cpu_ids)
+        if plan.low is not None:
+            self.num_low_loads += len(plan.low.load_ids)
+            self.num_low_runs += plan.low.num_demanded
         self.num_prefetched += len(plan.prefetch)
         self.num_useful += num_ready
         self.num_late += num_staged - num_ready

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from oled_moe.cache import ExpertCache
+from oled_moe.cache import ExpertCache, LowPrecision
 from oled_moe.config import EngineConfig
 from oled_moe.costs import HardwareProfile
 from oled_moe.cuda import (
@@ -36,11 +36,14 @@ from oled_moe.cuda_memory import (
 )
 from oled_moe.experts import OffloadedExperts
 from oled_moe.kernels import GPU_KERNELS, KERNELS, ExpertKernel, Upload
-from oled_moe.lanes import InlineLane, Lane, ThreadLane
-from oled_moe.memory import MemoryPlan
+from oled_moe.lanes import CopyLane, InlineLane, Lane, ThreadLane
+from oled_moe.memory import LowSlots, MemoryPlan
 from oled_moe.policies import OffloadPolicy
-from oled_moe.policies.dispatch import DispatchPolicy, MissSet
-from oled_moe.slots import RatedCopy, SlotPool
+from oled_moe.policies.allocation import UniformAllocationPolicy
+from oled_moe.policies.dispatch import DispatchPolicy, LoadAllDispatchPolicy, MissSet
+from oled_moe.policies.precision import PrecisionPolicy
+from oled_moe.policies.retention import LruRetentionPolicy
+from oled_moe.slots import Copy, RatedCopy, SlotPool
 from oled_moe.store import DiskExpertStore, ExpertLayout, HostExpertStore, SlotArena
 from oled_moe.types import BoolArray, LayerDemand
 
@@ -87,6 +90,43 @@ def open_gpu() -> Gpu:
     )
 
 
+class LowStore(NamedTuple):
+    """All experts in a lower precision, which misses `policy` takes from there, and their slots."""
+
+    policy: PrecisionPolicy
+    store: DiskExpertStore
+    slots: LowSlots
+
+    def cache(self) -> LowPrecision:
+        """The table of its slots. What misses take here was wanted by little alone: the latest
+        stay, whatever ranks the others."""
+        shape = self.slots.shape
+        latest = OffloadPolicy(
+            "naive-lru",
+            LruRetentionPolicy(shape),
+            UniformAllocationPolicy(),
+            LoadAllDispatchPolicy(),
+        )
+        cache = ExpertCache(
+            shape,
+            latest,
+            num_slots=self.slots.num_slots,
+            num_staging=self.slots.num_staging,
+        )
+        return LowPrecision(self.policy, cache)
+
+    def pool(self, copies: CopyLane, copy: Copy, *, is_poisoned: bool = False) -> SlotPool:
+        """Its slots, filled through the lane that fills the others."""
+        return SlotPool(
+            self.store.layout,
+            self.slots.num_slots + self.slots.num_staging,
+            copies,
+            copy,
+            num_experts=self.slots.shape.num_experts,
+            is_poisoned=is_poisoned,
+        )
+
+
 @dataclass(slots=True)
 class Tiers:
     """The experts of a model on a device, and the pieces that have to be closed."""
@@ -115,6 +155,7 @@ class _Parts(NamedTuple):
     progress: Progress | None
     gpu: Gpu | None
     num_pinned: int
+    low: LowStore | None
 
     @property
     def num_slots(self) -> int:
@@ -127,6 +168,7 @@ class _Parts(NamedTuple):
             num_slots=self.plan.num_slots,
             num_staging=self.plan.num_staging,
             has_cpu_experts=has_cpu_experts,
+            low=None if self.low is None else self.low.cache(),
         )
 
     def tell(self, what: str) -> Callable[[int, int], None] | None:
@@ -145,13 +187,17 @@ def build_tiers(
     progress: Progress | None = None,
     gpu: Gpu | None = None,
     num_pinned: int = 0,
+    low: LowStore | None = None,
 ) -> Tiers:
     """Build the device of `config` and copy what has to be resident before the first forward.
 
     `num_threads`: what kernels on the CPU may use. `gpu` and `num_pinned`, of `cuda` alone: the GPU
-    and how many experts RAM is to hold for it. Takes over `store`.
+    and how many experts RAM is to hold for it. Takes over `store`, and that of `low`.
     """
-    parts = _Parts(config, plan, policy, store, hardware, num_threads, progress, gpu, num_pinned)
+    assert low is None or config.device != "cuda"
+    parts = _Parts(
+        config, plan, policy, store, hardware, num_threads, progress, gpu, num_pinned, low
+    )
     tiers = _BUILDERS[config.device](parts)
     cache, pool = tiers.experts.cache, tiers.pool
     try:
@@ -180,8 +226,13 @@ def _build_cpu(parts: _Parts) -> Tiers:
         store.read_into,
         num_experts=parts.plan.shape.num_experts,
     )
-    experts = OffloadedExperts(cache, pool, kernel=kernel, compute_lane=InlineLane())
-    return Tiers(experts, pool, layout, [copies], store)
+    low, low_pool = parts.low, None
+    if low is not None:
+        low_pool = low.pool(copies, low.store.read_into)
+    experts = OffloadedExperts(
+        cache, pool, kernel=kernel, compute_lane=InlineLane(), low_pool=low_pool
+    )
+    return Tiers(experts, pool, layout, [copies], store, [] if low is None else [low.store])
 
 
 def _build_emulated(parts: _Parts) -> Tiers:
@@ -197,7 +248,15 @@ def _build_emulated(parts: _Parts) -> Tiers:
     cpu = None
     if config.cpu_experts:
         cpu = ThreadLane("cpu", jitter_s=jitter_s, seed=config.seed + 2)
-    copy = RatedCopy(host, bytes_per_s=hardware.copy_bytes_per_s, latency_s=hardware.copy_latency_s)
+    copy = _link_from(host, hardware)
+    low_pool, others = None, list[Closable]()
+    if parts.low is not None:
+        low_host = HostExpertStore.from_store(
+            parts.low.store, parts.tell("low-precision experts to RAM")
+        )
+        parts.low.store.close()
+        others.append(low_host)
+        low_pool = parts.low.pool(copies, _link_from(low_host, hardware), is_poisoned=True)
     pool = SlotPool(
         layout,
         parts.num_slots,
@@ -207,10 +266,21 @@ def _build_emulated(parts: _Parts) -> Tiers:
         is_poisoned=True,
     )
     experts = OffloadedExperts(
-        cache, pool, kernel=kernel, compute_lane=compute, cpu_lane=cpu, host_store=host
+        cache,
+        pool,
+        kernel=kernel,
+        compute_lane=compute,
+        cpu_lane=cpu,
+        host_store=host,
+        low_pool=low_pool,
     )
     lanes: list[Lane] = [copies, compute, *([cpu] if cpu else [])]
-    return Tiers(experts, pool, layout, lanes, host)
+    return Tiers(experts, pool, layout, lanes, host, others)
+
+
+def _link_from(host: HostExpertStore, hardware: HardwareProfile) -> RatedCopy:
+    """Copies from RAM at the rate that the profile says."""
+    return RatedCopy(host, bytes_per_s=hardware.copy_bytes_per_s, latency_s=hardware.copy_latency_s)
 
 
 def _build_cuda(parts: _Parts) -> Tiers:

@@ -49,7 +49,7 @@ from oled_moe.decoding import (
     TokenChange,
     never_stop,
 )
-from oled_moe.devices import Gpu, Progress, build_tiers, open_gpu
+from oled_moe.devices import Gpu, LowStore, Progress, build_tiers, open_gpu
 from oled_moe.encodings import EncodedRecord
 from oled_moe.errors import (
     CheckpointError,
@@ -63,10 +63,13 @@ from oled_moe.hardware import load_hardware
 from oled_moe.kernels.cpu import max_native_rows
 from oled_moe.kernels.native import native_kernels
 from oled_moe.layers import ATTENTION_SLICE, LOGIT_ROWS
+from oled_moe.lossy import LossyRule, build_lossy
+from oled_moe.low_precision import LowPrecisionPack
 from oled_moe.machine import usable_memory_bytes
 from oled_moe.memory import (
     SYSTEM_RESERVE_BYTES,
     GpuMemoryPlan,
+    LowSlots,
     MemoryPlan,
     ModelMemory,
     plan_gpu_memory,
@@ -80,7 +83,6 @@ from oled_moe.packs import expert_dtype_name
 from oled_moe.policies import OffloadPolicy, build_policy
 from oled_moe.profiler import SMALL_EXPERT_BYTES, default_profile_path
 from oled_moe.sampling import SAMPLING_SLICE
-from oled_moe.sharing import ExpertSharing, build_sharing
 from oled_moe.store import ExpertLayout, ExpertPart
 from oled_moe.tokenization import Tokenizer
 from oled_moe.types import (
@@ -159,6 +161,7 @@ class EnginePlan:
     """Everything about an engine that is settled before a weight is read.
 
     `gpu`: the one that experts go to, None where there is none; `gpu_plan` goes with it.
+    `low_pack`: the second model of `lossy mixed`.
     """
 
     config: EngineConfig
@@ -176,7 +179,8 @@ class EnginePlan:
     memory_plan: MemoryPlan
     gpu_plan: GpuMemoryPlan | None
     policy: OffloadPolicy
-    sharing: ExpertSharing | None
+    lossy: LossyRule | None
+    low_pack: LowPrecisionPack | None
 
     def resolve(self, params: SamplingParams, num_prompt_tokens: int) -> DecodingParams:
         """What a request for so many tokens behind a prompt is decoded by.
@@ -247,7 +251,12 @@ def plan_engine(
     hardware, hardware_source = _find_hardware(config)
     sizes = WeightSizes.of(checkpoint, family, model_config, config)
     gpu = open_gpu() if config.device == "cuda" else None
-    memory_plan, gpu_plan = _plan_here(config, model_config, sizes, max_model_len, hardware, gpu)
+    lossy = lossy_of(config, model_config)
+    low_pack = open_low_precision(config, model_config, sizes.layout, hub_cache)
+    low_slots = low_slots_of(lossy, low_pack, model_config)
+    memory_plan, gpu_plan = _plan_here(
+        config, model_config, sizes, max_model_len, hardware, gpu, low_slots
+    )
     shape, costs = memory_plan.shape, CostModel.from_profile(hardware, sizes.layout.weight_bytes)
     return EnginePlan(
         config=config,
@@ -265,7 +274,8 @@ def plan_engine(
         memory_plan=memory_plan,
         gpu_plan=gpu_plan,
         policy=_policy_of(config, shape, costs, model_config.decoding.policy),
-        sharing=_sharing_of(config, shape),
+        lossy=lossy,
+        low_pack=low_pack,
     )
 
 
@@ -298,8 +308,12 @@ class Engine:
         self.max_model_len = plan.max_model_len
         self.hardware, self.hardware_source = plan.hardware, plan.hardware_source
         self.memory_plan, self.gpu_plan = plan.memory_plan, plan.gpu_plan
-        self.policy, self.sharing = plan.policy, plan.sharing
+        self.policy, self.lossy = plan.policy, plan.lossy
         self._grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
+        low_pack = plan.low_pack
+        self.low_form = None if low_pack is None else expert_dtype_name(low_pack.layout)
+        if low_pack is not None:
+            low_pack.check_source(checkpoint, family, self.model_config)
         weights, store = read_weights(
             checkpoint,
             map_weight=family.weight_map(self.model_config),
@@ -315,6 +329,11 @@ class Engine:
         )
         if gpu is not None:
             _move(weights, gpu.device)
+        low = None
+        if low_pack is not None and self.memory_plan.low is not None:
+            assert self.lossy is not None and self.lossy.precision is not None
+            low_store = low_pack.open_store(self.model_config, self.hardware.disk_method)
+            low = LowStore(self.lossy.precision, low_store, self.memory_plan.low)
         self._outer_threads = torch.get_num_threads()
         is_small = sizes.layout.weight_bytes < SMALL_EXPERT_BYTES
         num_threads = config.threads or (1 if is_small else self._outer_threads)
@@ -329,8 +348,10 @@ class Engine:
             progress=progress,
             gpu=gpu,
             num_pinned=self.gpu_plan.num_pinned if self.gpu_plan else 0,
+            low=low,
         )
-        self._tiers.experts.sharing = self.sharing
+        self._tiers.experts.lossy = self.lossy
+        self._low_expert_bytes = 0 if low_pack is None else low_pack.layout.weight_bytes
         # An engine that fails here or is dropped unclosed must not leave its threads behind.
         self._release = weakref.finalize(self, self._tiers.close)
         try:
@@ -549,8 +570,8 @@ class Engine:
         if request.request_id in self._running:
             self._running.remove(request.request_id)
             self.cache.end_request(request.request_id)
-            if self.sharing is not None:
-                self.sharing.end_request(request.request_id)
+            if self.lossy is not None:
+                self.lossy.end_request(request.request_id)
             self.cache.check()
 
     @contextmanager
@@ -591,9 +612,8 @@ class Engine:
                 max_resident_experts=self._tiers.pool.num_filled,
                 expert_memory_bytes=self.memory_plan.expert_memory_bytes,
                 planning_s=request.planning_s,
-                choices=(
-                    None if self.sharing is None else self.sharing.counts_of(request.request_id)
-                ),
+                choices=None if self.lossy is None else self.lossy.counts_of(request.request_id),
+                low_expert_bytes=self._low_expert_bytes,
             )
             text = request.text.final(step.answer_ids)
             result = GenerationResult(
@@ -974,13 +994,19 @@ def plan_model(
     sizes: WeightSizes,
     max_model_len: int,
     hardware: HardwareProfile,
+    low: LowSlots | None = None,
 ) -> MemoryPlan:
-    """The memory plan of a model, from its config and headers alone, in RAM.
+    """The memory plan of a model, from its config and headers alone, in RAM; `low` are slots for
+    its experts in a lower precision.
 
     Raises: ConfigError, DoesNotFitError (see `plan_memory`).
     """
-    shape, memory = _needs(config, model, sizes, max_model_len, hardware)
-    return plan_memory(config, shape, memory, usable_bytes=usable_memory_bytes())
+    shape, memory = _needs(config, model, sizes, max_model_len, hardware, low)
+    plan = plan_memory(config, shape, memory, usable_bytes=usable_memory_bytes(), low=low)
+    if low is not None and plan.low is None:
+        # Nothing is read from the second model, which the emulated device would hold in RAM.
+        return plan_model(config, model, sizes, max_model_len, hardware)
+    return plan
 
 
 def plan_on_gpu(
@@ -1015,10 +1041,11 @@ def _plan_here(
     max_model_len: int,
     hardware: HardwareProfile,
     gpu: Gpu | None,
+    low: LowSlots | None,
 ) -> tuple[MemoryPlan, GpuMemoryPlan | None]:
     """The plan of the memory that slots are in, and where that is a GPU's the whole plan."""
     if gpu is None:
-        return plan_model(config, model, sizes, max_model_len, hardware), None
+        return plan_model(config, model, sizes, max_model_len, hardware, low), None
     plan = plan_on_gpu(config, model, sizes, max_model_len, hardware, gpu_bytes=gpu.free_bytes)
     return plan.gpu, plan
 
@@ -1036,6 +1063,7 @@ def _needs(
     sizes: WeightSizes,
     max_model_len: int,
     hardware: HardwareProfile,
+    low: LowSlots | None = None,
 ) -> tuple[MoeShape, ModelMemory]:
     """Sizes of the experts, and what a model needs besides their slots."""
     layout, itemsize = sizes.layout, sizes.layout.dtype.itemsize
@@ -1071,21 +1099,46 @@ def _needs(
     scores_bytes = 3 * 4 * model.num_heads * ATTENTION_SLICE * max_model_len
     is_emulated = config.device == "emulated"
     buffers = hardware.disk_queue_depth * layout.slot_bytes * sizes.read_slots
+    bytes_in_ram = layout.slot_bytes + (0 if low is None else low.shape.expert_bytes)
     memory = ModelMemory(
         process_bytes=process_memory_bytes(),
         dense_bytes=dense_bytes,
         kv_bytes=kv_per_token * num_positions * config.max_num_seqs,
         activation_bytes=rows_bytes + logits_bytes + scores_bytes + _KERNEL_BYTES,
         buffer_bytes=0 if is_emulated else buffers,
-        host_expert_bytes=shape.num_experts_total * layout.slot_bytes if is_emulated else 0,
+        host_expert_bytes=shape.num_experts_total * bytes_in_ram if is_emulated else 0,
     )
     return shape, memory
 
 
-def _sharing_of(config: EngineConfig, shape: MoeShape) -> ExpertSharing | None:
+def lossy_of(config: EngineConfig, model: ModelConfig) -> LossyRule | None:
+    """The lossy rule that `config` names, for such a model. Raises: ConfigError."""
     if config.lossy is None:
         return None
-    return build_sharing(config.lossy, num_experts=shape.num_experts, top_k=shape.top_k)
+    return build_lossy(config.lossy, num_experts=model.num_experts, top_k=model.top_k)
+
+
+def open_low_precision(
+    config: EngineConfig, model: ModelConfig, layout: ExpertLayout, hub_cache: Path | None = None
+) -> LowPrecisionPack | None:
+    """The headers of the pack that `config` names for `lossy mixed`; `layout` is the model's.
+
+    Raises: as `LowPrecisionPack.open`.
+    """
+    if config.low_precision is None:
+        return None
+    return LowPrecisionPack.open(config.low_precision, model, layout, hub_cache=hub_cache)
+
+
+def low_slots_of(
+    rule: LossyRule | None, pack: LowPrecisionPack | None, model: ModelConfig
+) -> LowSlots | None:
+    """The slots that a rule asks for experts in a lower precision."""
+    if rule is None or rule.precision is None or pack is None:
+        return None
+    expert_bytes = pack.layout.slot_bytes
+    shape = MoeShape(model.num_moe_layers, model.num_experts, model.top_k, expert_bytes)
+    return LowSlots.of(rule.precision.slots, shape)
 
 
 def _policy_of(

@@ -21,7 +21,8 @@ from oled_moe.kernels import ExpertKernel
 from oled_moe.kernels.rows import combine
 from oled_moe.lanes import Event, Lane
 from oled_moe.layers import Routing
-from oled_moe.sharing import ExpertSharing, RoutedTokens
+from oled_moe.lossy import LossyRule
+from oled_moe.sharing import RoutedTokens
 from oled_moe.slots import SlotPool
 from oled_moe.store import HostExpertStore
 from oled_moe.types import (
@@ -101,8 +102,8 @@ class OffloadedExperts:
     planned by to the host and back; None where layers compute in host memory. `observers` see every
     demand and its plan once the layer is done, `copy_observers` what is copied ahead before a
     forward. `wants_gate_scores` asks the model for all router scores. `routing`, where not None,
-    replaces what routers choose; `sharing` is the lossy rule that limits what they may choose. One
-    thread calls.
+    replaces what routers choose; `lossy` is the rule that limits what they may choose, or has
+    misses taken from `low_pool`, which holds experts in a lower precision. One thread calls.
     """
 
     def __init__(
@@ -116,14 +117,17 @@ class OffloadedExperts:
         cpu_kernel: ExpertKernel | None = None,
         host_store: HostExpertStore | None = None,
         link: HostLink | None = None,
+        low_pool: SlotPool | None = None,
     ) -> None:
+        assert (low_pool is None) == (cache.low is None)
         self.cache = cache
         self.pool = pool
+        self.low_pool = low_pool
         self.observers: list[Observer] = []
         self.copy_observers: list[CopyObserver] = []
         self.wants_gate_scores = "gate_scores" in cache.policy.needs
         self.routing: RoutingSource | None = None
-        self.sharing: ExpertSharing | None = None
+        self.lossy: LossyRule | None = None
         # Seconds of the calling thread: planning and queueing, and waiting for copies.
         self.planning_s = 0.0
         self.wait_s = 0.0
@@ -159,6 +163,11 @@ class OffloadedExperts:
         self.cache.end_forward(outcome)
         self.planning_s += time.perf_counter() - start_s
 
+    @property
+    def limits_choices(self) -> bool:
+        """Whether a lossy rule says which experts tokens may choose."""
+        return self.lossy is not None and self.lossy.sharing is not None
+
     def restrict(
         self,
         layer: int,
@@ -172,8 +181,9 @@ class OffloadedExperts:
         `choice_TE`: the scores that the router ranks by; `choose` makes its choice among allowed
         experts, bool [T, E].
         """
-        if self.sharing is None or not context.is_denoise:
+        if not self.limits_choices or not context.is_denoise:
             return routing
+        assert self.lossy is not None
         scores, ids, shares = self._link.to_host(choice_TE, routing.ids_TK, routing.shares_TK)
         is_resident = np.zeros(self.cache.shape.num_experts, dtype=np.bool_)
         is_resident[self.cache.resident_ids(layer)] = True
@@ -187,13 +197,13 @@ class OffloadedExperts:
             np.repeat(np.arange(len(sizes)), sizes),
             is_resident,
         )
-        allowed = self.sharing.allowed(context, routed)
+        allowed = self.lossy.allowed(context, routed)
         if allowed is None:
             return routing
         limited = choose(self._link.to_device(torch.from_numpy(allowed)))
-        own_ids = ids.numpy().copy()
+        own_ids, own_shares = ids.numpy().copy(), shares.numpy().copy()
         (taken,) = self._link.to_host(limited.ids_TK)
-        self.sharing.count(context, own_ids, taken.numpy())
+        self.lossy.count_taken(context, own_ids, own_shares, taken.numpy())
         return limited
 
     def start(
@@ -241,11 +251,16 @@ class OffloadedExperts:
             start_s = time.perf_counter()
             plan = pending.plan = self.cache.plan(demand)
             self.pool.apply(demand, plan)
+            if plan.low is not None:
+                assert self.low_pool is not None
+                self.low_pool.apply(demand, plan.low)
             if pending.has_hits:
                 self.pool.submitted_readers(plan.hit_slots.tolist(), events[0])
             self.planning_s += time.perf_counter() - start_s
             if len(plan.cpu_ids):
                 self._submit_cpu_experts(pending, rest[-1], plan.cpu_ids)
+            if self.lossy is not None and self.lossy.precision is not None:
+                self.lossy.count_low(context, topk_ids, gate_weights, plan.low_ids)
         except BaseException:
             self._abandon()
             raise
@@ -267,6 +282,9 @@ class OffloadedExperts:
                 index = self._link.to_device(torch.from_numpy(rows))
                 pending.out_ND[index] = self._link.to_device(out)
             self.pool.release(pending.plan)
+            if pending.plan.low is not None:
+                assert self.low_pool is not None
+                self.low_pool.release(pending.plan.low)
         except BaseException:
             self._abandon()
             raise
@@ -291,26 +309,44 @@ class OffloadedExperts:
             return
         hit_ids, hit_slots = self.cache.hits(pending.demand)
         if len(hit_ids):
-            work = self._work(pending, hit_ids, hit_slots)
+            work = self._work(pending, self.pool, hit_ids, hit_slots)
             pending.events.append(self._compute_lane.submit(work))
             pending.has_hits = True
 
     def _submit_device_experts(self, pending: PendingLayer, plan: LayerPlan) -> None:
-        pool = self.pool
+        """What is there first, of both precisions, then what is on its way."""
         # Synchronous loads: no kernel before the copies of its wave, no copy before the kernels of
         # the last wave.
         waves = plan.wave_sizes or (len(plan.load_ids),)
-        barrier = [pool.ready(load) for load in range(waves[0])] if plan.wave_sizes else []
+        barrier = [self.pool.ready(load) for load in range(waves[0])] if plan.wave_sizes else []
         if not pending.has_hits:
-            self._submit_readers(pending, plan.hit_ids, plan.hit_slots, barrier)
+            self._submit_readers(pending, self.pool, plan.hit_ids, plan.hit_slots, barrier)
+        low = plan.low
+        if low is not None:
+            assert self.low_pool is not None
+            self._submit_readers(pending, self.low_pool, low.hit_ids, low.hit_slots, barrier)
+        self._submit_copied(pending, self.pool, plan, waves, barrier)
+        if low is not None:
+            assert self.low_pool is not None
+            self._submit_copied(pending, self.low_pool, low, (len(low.load_ids),), [])
+
+    def _submit_copied(
+        self,
+        pending: PendingLayer,
+        pool: SlotPool,
+        plan: LayerPlan,
+        waves: tuple[int, ...],
+        barrier: list[Event],
+    ) -> None:
+        """Staged experts and loads of one pool, each behind its copy."""
         if self._compute_lane.runs_at_once and not barrier:
-            self._compute_arrivals(pending, plan)
+            self._compute_arrivals(pending, pool, plan)
             return
         for staged in range(len(plan.staged_ids)):
             arrived = pool.ready_staged(int(plan.staged_slots[staged]))
             one = slice(staged, staged + 1)
             self._submit_readers(
-                pending, plan.staged_ids[one], plan.staged_slots[one], [*barrier, arrived]
+                pending, pool, plan.staged_ids[one], plan.staged_slots[one], [*barrier, arrived]
             )
         first = 0
         for wave, size in enumerate(waves):
@@ -321,17 +357,21 @@ class OffloadedExperts:
                 barrier = [pool.ready(load) for load in range(first, first + size)]
             if barrier:
                 loads = slice(first, first + size)
-                self._submit_readers(pending, plan.load_ids[loads], plan.load_slots[loads], barrier)
+                self._submit_readers(
+                    pending, pool, plan.load_ids[loads], plan.load_slots[loads], barrier
+                )
             else:
                 for load in range(first, first + size):
                     one = slice(load, load + 1)
                     after = [pool.ready(load)]
-                    self._submit_readers(pending, plan.load_ids[one], plan.load_slots[one], after)
+                    self._submit_readers(
+                        pending, pool, plan.load_ids[one], plan.load_slots[one], after
+                    )
             first += size
 
-    def _compute_arrivals(self, pending: PendingLayer, plan: LayerPlan) -> None:
+    def _compute_arrivals(self, pending: PendingLayer, pool: SlotPool, plan: LayerPlan) -> None:
         """Where the caller computes: whatever has arrived, in one call, until all have."""
-        pool, staged_slots = self.pool, plan.staged_slots.tolist()
+        staged_slots = plan.staged_slots.tolist()
         # Numbers of staged experts, then of loads, that are still to be computed.
         num_staged = len(staged_slots)
         left = list(range(num_staged + len(plan.load_ids)))
@@ -358,28 +398,29 @@ class OffloadedExperts:
                 self.wait_s += time.perf_counter() - start_s
                 there = [left[0]]
             after = [event_of(number) for number in there]
-            self._submit_readers(pending, ids[there], slots[there], after)
+            self._submit_readers(pending, pool, ids[there], slots[there], after)
             left = [number for number in left if number not in there]
 
     def _submit_readers(
         self,
         pending: PendingLayer,
+        pool: SlotPool,
         expert_ids: IntArray,
         slots: IntArray,
         after: Sequence[Event],
     ) -> None:
         if not len(expert_ids):
             return
-        work = self._work(pending, expert_ids, slots)
+        work = self._work(pending, pool, expert_ids, slots)
         event = self._compute_lane.submit(work, after=after)
         pending.events.append(event)
-        self.pool.submitted_readers(slots.tolist(), event)
+        pool.submitted_readers(slots.tolist(), event)
 
     def _work(
-        self, pending: PendingLayer, expert_ids: IntArray, slots: IntArray
+        self, pending: PendingLayer, pool: SlotPool, expert_ids: IntArray, slots: IntArray
     ) -> Callable[[], None]:
         starts, ends = pending.rows_of(expert_ids)
-        arena, kernel = self.pool.arena, self._kernel
+        arena, kernel = pool.arena, self._kernel
 
         def work() -> None:
             kernel(arena, pending.rows_ND, pending.out_ND, slots, starts, ends)
@@ -427,6 +468,8 @@ class OffloadedExperts:
         assert self._unfinished is not None
         layer, events = self._unfinished
         self.pool.drain(events)
+        if self.low_pool is not None:
+            self.low_pool.drain(events)
         self.cache.forget(layer)
         self.cache.forget_ahead()
         self._unfinished = None

@@ -45,17 +45,44 @@ class ModelMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class LowSlots:
+    """Slots for experts in a lower precision; `shape` has their bytes."""
+
+    shape: MoeShape
+    num_slots: int
+    num_staging: int
+
+    @classmethod
+    def of(cls, per_layer: int, shape: MoeShape) -> "LowSlots":
+        """So many for each layer, and those that the others pass through."""
+        num_slots = per_layer * shape.num_layers
+        return cls(shape, num_slots, staging_beside(num_slots, shape))
+
+    @property
+    def total_bytes(self) -> int:
+        return (self.num_slots + self.num_staging) * self.shape.expert_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How memory is divided. `num_slots` hold residents, `num_staging` more stream the rest."""
+    """How memory is divided. `num_slots` hold residents, `num_staging` more stream the rest; `low`
+    are slots for the same experts in a lower precision, None where they are not needed."""
 
     model: ModelMemory
     shape: MoeShape
     num_slots: int
     num_staging: int
+    low: LowSlots | None = None
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes of the slots for experts in a lower precision."""
+        return 0 if self.low is None else self.low.total_bytes
 
     @property
     def expert_memory_bytes(self) -> int:
-        return (self.num_slots + self.num_staging) * self.shape.expert_bytes
+        """All slots, whatever the precision."""
+        return (self.num_slots + self.num_staging) * self.shape.expert_bytes + self.low_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -83,6 +110,13 @@ class MemoryPlan:
             ),
             (f"staging slots: {self.num_staging}", self.num_staging * shape.expert_bytes),
         ]
+        if self.low is not None:
+            what = (
+                f"low-precision slots: {self.low.num_slots}, "
+                f"{self.low.num_slots / shape.num_layers:.4g} per layer, and "
+                f"{self.low.num_staging} staging"
+            )
+            entries.append((what, self.low_bytes))
         kept = [entry for entry in entries if entry[1] or "slots" in entry[0]]
         return [*kept, ("total", self.total_bytes)]
 
@@ -192,19 +226,23 @@ def plan_memory(
     usable_bytes: int,
     share_of_free: float = SHARE_OF_FREE,
     place: str = "",
+    low: LowSlots | None = None,
 ) -> MemoryPlan:
     """Divide memory as `config` asks, or take `share_of_free` of what is free.
 
-    `usable_bytes` is what this process may still take; `place` is named in errors.
-    Units: bytes.
+    `usable_bytes` is what this process may still take; `place` is named in errors. Slots of `low`
+    come out of what is granted in bytes, and on top of `experts_per_layer`, as staging does; where
+    all experts fit there are none. Units: bytes.
     Raises: ConfigError for a budget that makes no sense; DoesNotFitError with the number to change.
     """
     if config.experts_per_layer is not None:
         num_slots = slots_of_layers(config.experts_per_layer, shape)
-        plan = MemoryPlan(model, shape, num_slots, staging_beside(num_slots, shape))
+        plan = MemoryPlan(model, shape, num_slots, staging_beside(num_slots, shape), low)
+        if plan.holds_all_experts:
+            plan = replace(plan, low=None)
     else:
         budget = _expert_budget(config, shape, model, usable_bytes, share_of_free)
-        plan = MemoryPlan(model, shape, *slots_of_budget(budget, shape))
+        plan = _divided(budget, shape, model, low)
     extra_bytes = plan.total_bytes - model.process_bytes
     if extra_bytes > usable_bytes and not config.force:
         raise DoesNotFitError(
@@ -213,6 +251,24 @@ def plan_memory(
             "or pass force to try all the same"
         )
     return plan
+
+
+def _divided(
+    budget_bytes: int, shape: MoeShape, model: ModelMemory, low: LowSlots | None
+) -> MemoryPlan:
+    """A plan whose slots, of all kinds, take `budget_bytes`."""
+    plan = MemoryPlan(model, shape, *slots_of_budget(budget_bytes, shape))
+    if low is None or plan.holds_all_experts:
+        return plan
+    left = budget_bytes - low.total_bytes
+    if left < shape.expert_bytes:
+        raise DoesNotFitError(
+            f"expert slots may take {format_size(budget_bytes)}, and low-precision slots take "
+            f"{format_size(low.total_bytes)} of it, which leaves no room for one expert of "
+            f"{format_size(shape.expert_bytes)}; raise it to "
+            f"{low.total_bytes + shape.expert_bytes} bytes or more, or lower slots of lossy mixed"
+        )
+    return MemoryPlan(model, shape, *slots_of_budget(left, shape), low)
 
 
 def _expert_budget(
@@ -260,7 +316,7 @@ def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int) -> str:
         return f"lower memory to {left + model.total_bytes} bytes"
     if config.experts_per_layer is None:
         return f"lower expert_memory to {left} bytes"
-    num_free = left // shape.expert_bytes
+    num_free = max(0, left - plan.low_bytes) // shape.expert_bytes
     fitting = [n for n in range(num_free + 1) if n + staging_beside(n, shape) <= num_free]
     if not fitting:
         return f"give expert_memory {left} bytes instead of experts_per_layer"

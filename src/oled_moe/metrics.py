@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from oled_moe.counters import ExpertCounters, ratio
 from oled_moe.decoding import DecodingCounters
-from oled_moe.sharing import ChoiceCounts
+from oled_moe.lossy import ChoiceCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,11 @@ class GenerationStats:
     `bytes_loaded` counts copies on demand; `bytes_prefetched` those ahead of it, `bytes_wasted` the
     ones among them that nothing used; `ready_rate` is the hit rate with what was copied ahead in
     time. `choices_replaced`: how often a lossy rule gave a token another expert than it had chosen,
-    and `replaced_share` that as a share of all choices in the denoising rows of its forwards; 0
-    without a rule.
+    or a copy of it in a lower precision; `replaced_share` that as a share of all choices in the
+    denoising rows of its forwards, `replaced_weight_share` the same by mixing weights; 0 without a
+    rule. `low_expert_runs`: how often an expert was computed from such a copy in its forwards;
+    `low_expert_loads` of them were copied on demand, `low_bytes_loaded`, and are counted in
+    `expert_loads` and `bytes_loaded` too.
 
     Units: seconds, bytes.
     """
@@ -53,6 +56,10 @@ class GenerationStats:
     bytes_wasted: int = 0
     choices_replaced: int = 0
     replaced_share: float = 0.0
+    replaced_weight_share: float = 0.0
+    low_expert_runs: int = 0
+    low_expert_loads: int = 0
+    low_bytes_loaded: int = 0
 
 
 def generation_stats(
@@ -65,12 +72,15 @@ def generation_stats(
     expert_memory_bytes: int,
     planning_s: float,
     choices: ChoiceCounts | None = None,
+    low_expert_bytes: int = 0,
 ) -> GenerationStats:
-    """Everything about one request as one value; `choices` where there is a lossy rule.
+    """Everything about one request as one value; `choices` where there is a lossy rule,
+    `low_expert_bytes` where experts may be in a lower precision.
 
     Units: seconds, bytes.
     """
     choices = choices or ChoiceCounts()
+    low_bytes = experts.num_low_loads * low_expert_bytes
     num_forwards = counters.num_denoise_forwards + counters.num_commit_forwards
     decode_s = counters.last_token_s - counters.prefill_end_s
     total_s = counters.last_token_s - counters.start_s
@@ -86,8 +96,8 @@ def generation_stats(
         pooled_utilization=experts.utilization.pooled(),
         pooled_hit_rate=experts.hit_rate.pooled(),
         effective_transfer_ratio=experts.effective_transfer_ratio,
-        expert_loads=experts.num_loads,
-        bytes_loaded=experts.num_loads * expert_bytes,
+        expert_loads=experts.num_loads + experts.num_low_loads,
+        bytes_loaded=experts.num_loads * expert_bytes + low_bytes,
         cpu_expert_runs=experts.num_cpu_runs,
         max_resident_experts=max_resident_experts,
         expert_memory_bytes=expert_memory_bytes,
@@ -97,6 +107,10 @@ def generation_stats(
         bytes_wasted=max(0, experts.num_wasted) * expert_bytes,
         choices_replaced=choices.num_replaced,
         replaced_share=ratio(choices.num_replaced, choices.num_choices),
+        replaced_weight_share=ratio(choices.replaced_weight, choices.weight),
+        low_expert_runs=experts.num_low_runs,
+        low_expert_loads=experts.num_low_loads,
+        low_bytes_loaded=low_bytes,
     )
 
 
@@ -143,4 +157,8 @@ def combine_stats(stats: Sequence[GenerationStats], num_tokens: Sequence[int]) -
         bytes_wasted=total("bytes_wasted"),
         choices_replaced=total("choices_replaced"),
         replaced_share=mean("replaced_share", num_forwards),
+        replaced_weight_share=mean("replaced_weight_share", num_forwards),
+        low_expert_runs=total("low_expert_runs"),
+        low_expert_loads=total("low_expert_loads"),
+        low_bytes_loaded=total("low_bytes_loaded"),
     )

@@ -44,8 +44,9 @@ STATE_NAMES = {
     "l": "loaded",
     "s": "streamed",
     "c": "ran on the CPU",
+    "p": "ran in a lower precision",
 }
-_AWAY, _RESIDENT, _HIT, _AHEAD, _LOADED, _STREAMED, _CPU = map(ord, STATE_NAMES)
+_AWAY, _RESIDENT, _HIT, _AHEAD, _LOADED, _STREAMED, _CPU, _LOW = map(ord, STATE_NAMES)
 
 # The memory that slots are in, by device.
 _SLOT_TIERS = {"cpu": "ram", "emulated": "emulated", "cuda": "gpu"}
@@ -55,7 +56,8 @@ _SLOT_TIERS = {"cpu": "ram", "emulated": "emulated", "cuda": "gpu"}
 class ExpertTotals:
     """Everything counted since the monitor began.
 
-    Shapes: int64 [L], utilization float64 [L]. `misses` are `loads` and `cpu_runs`. `ahead`:
+    Shapes: int64 [L], utilization float64 [L]. `misses` are `loads`, `cpu_runs` and
+    `low_runs`, those computed from copies in a lower precision. `ahead`:
     demanded experts whose copy had been asked for before, neither hits nor misses; the copies of
     `ahead_ready` of them were complete. `evictions`: experts resident after one forward and not
     after the next. `resident`, `utilization` (hits by `capacity`) and `capacity` are the latest
@@ -68,6 +70,7 @@ class ExpertTotals:
     hits: IntArray
     loads: IntArray
     cpu_runs: IntArray
+    low_runs: IntArray
     ahead: IntArray
     ahead_ready: IntArray
     evictions: IntArray
@@ -82,8 +85,9 @@ class ExpertTotals:
 
     @property
     def misses(self) -> IntArray:
-        """Demanded experts that were nowhere near: loaded, or run on the CPU."""
-        return self.loads + self.cpu_runs
+        """Demanded experts that were not there in full: loaded, run on the CPU or in a lower
+        precision."""
+        return self.loads + self.cpu_runs + self.low_runs
 
 
 class ForwardPoint(NamedTuple):
@@ -113,6 +117,7 @@ class _Row(IntEnum):
     AHEAD = 3
     AHEAD_READY = 4
     EVICTIONS = 5
+    LOW_RUNS = 6
 
 
 class ExpertMonitor:
@@ -150,6 +155,7 @@ class ExpertMonitor:
         self._is_resident = self._residents()
         # Copies from RAM and from disk: on demand, and ahead of it.
         self._num_loaded = np.zeros(2, dtype=np.int64)
+        self._num_low_loads = 0
         self._num_ahead = np.zeros(2, dtype=np.int64)
         self._points: deque[ForwardPoint] = deque(maxlen=NUM_POINTS)
         self._num_forwards = 0
@@ -169,17 +175,23 @@ class ExpertMonitor:
             counts, latest = self._counts.copy(), list(self._latest)
             resident = np.count_nonzero(self._is_resident, axis=1)
             num_copies, num_forwards = self._num_loaded + self._num_ahead, self._num_forwards
+            num_low_loads = self._num_low_loads
             num_ahead = int(self._num_ahead.sum())
         num_fetches, fetch_s = self._pool.copy_times
         capacity = self._capacities(latest)
         hits = np.array([0 if plan is None else len(plan.hit_ids) for plan in latest])
         num_bytes = (num_copies * self._shape.expert_bytes).tolist()
+        low = self._engine.memory_plan.low
+        if low is not None:
+            # All of them come from where the first experts of every layer do.
+            num_bytes[0 if self._num_hosted else 1] += num_low_loads * low.shape.expert_bytes
         return ExpertTotals(
             tier=self._tier,
             num_forwards=num_forwards,
             hits=counts[_Row.HITS],
             loads=counts[_Row.LOADS],
             cpu_runs=counts[_Row.CPU_RUNS],
+            low_runs=counts[_Row.LOW_RUNS],
             ahead=counts[_Row.AHEAD],
             ahead_ready=counts[_Row.AHEAD_READY],
             evictions=counts[_Row.EVICTIONS],
@@ -213,6 +225,7 @@ class ExpertMonitor:
             "device": self._engine.config.device,
             "policy": self._engine.policy.name,
             "lossy": self._engine.config.lossy,
+            "low_precision": self._engine.low_form,
             "tier": totals.tier,
             "num_experts": shape.num_experts,
             "top_k": shape.top_k,
@@ -224,7 +237,11 @@ class ExpertMonitor:
             "kv_tokens": scheduler.kv_tokens,
             "kv_capacity_tokens": scheduler.kv_capacity_tokens,
             "num_forwards": totals.num_forwards,
-            "state_names": STATE_NAMES,
+            "state_names": {
+                state: name
+                for state, name in STATE_NAMES.items()
+                if ord(state) != _LOW or self._engine.low_form is not None
+            },
             "layers": _layer_records(totals, _states(is_resident, latest)),
             "bytes": [
                 {"src": source, "dst": target, "bytes": moved}
@@ -269,10 +286,13 @@ class ExpertMonitor:
                     len(plan.staged_ids),
                     num_ready,
                     0,
+                    0 if plan.low is None else plan.low.num_demanded,
                 )
                 self._latest[layer] = plan
                 if len(plan.load_ids):
                     self._num_loaded += self._by_source(plan.load_ids)
+                if plan.low is not None:
+                    self._num_low_loads += len(plan.low.load_ids)
                 if len(plan.prefetch):
                     ids = plan.prefetch.expert_ids % self._shape.num_experts
                     self._asked_ahead += self._by_source(ids)
@@ -326,11 +346,12 @@ def _states(is_resident: BoolArray, latest: Sequence[LayerPlan | None]) -> list[
             row[plan.staged_ids] = _AHEAD
             row[plan.load_ids] = np.where(stays[plan.load_ids], _LOADED, _STREAMED)
             row[plan.cpu_ids] = _CPU
+            row[plan.low_ids] = _LOW
     return [row.tobytes().decode("ascii") for row in states]
 
 
 def _layer_records(totals: ExpertTotals, states: Sequence[str]) -> list[dict[str, Any]]:
-    names = ("hits", "loads", "cpu_runs", "ahead", "evictions", "resident", "capacity")
+    names = ("hits", "loads", "cpu_runs", "low_runs", "ahead", "evictions", "resident", "capacity")
     columns = [getattr(totals, name).tolist() for name in names]
     records = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     for record, ratio_of_hits, row in zip(records, totals.utilization, states, strict=True):

@@ -99,6 +99,7 @@ class ServeArgs(BaseModel):
     force: bool = False
     cuda_graphs: bool = False
     lossy: str | None = None
+    low_precision: str | None = None
 
     max_queue: int = Field(default=64, ge=0)
     spill_after: int | None = Field(default=None, ge=0)

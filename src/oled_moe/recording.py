@@ -85,6 +85,7 @@ def record_trace(
                 "policy": engine.policy.name,
                 # A rule's name where what was routed is not the model's own choice.
                 "lossy": engine.config.lossy,
+                "low_precision": engine.low_form,
                 "decoding": asdict(decoding),
             }
         },

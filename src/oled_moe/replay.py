@@ -219,8 +219,8 @@ class Replayer:
         check_policy(engine.policy)
         if engine.config.lossy is not None:
             raise ConfigError(
-                f"lossy is {engine.config.lossy!r}; a replay has its experts from a trace, where "
-                "no rule can replace them: leave it out"
+                f"lossy is {engine.config.lossy!r}; a replay has its experts from a trace, which "
+                "none is replaced in: leave it out"
             )
         self._engine = engine
         self._trace = trace

@@ -268,6 +268,7 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
             root=serving.name,
             max_model_len=runtime.engine.max_model_len,
             lossy=runtime.engine.config.lossy,
+            low_precision=runtime.engine.low_form,
         )
 
     @app.get("/v1/models", response_model=ModelList, responses=errors(400, 500, 503))

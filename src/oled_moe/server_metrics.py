@@ -155,7 +155,7 @@ class _RuntimeCollector(Collector):
         if runtime.engine.config.lossy is not None:
             rule = GaugeMetricFamily(
                 f"{PREFIX}lossy_info",
-                "The rule by which experts are shared: answers are not the model's own.",
+                "The rule by which experts are replaced: answers are not the model's own.",
                 labels=["model_name", "rule"],
             )
             name = self._metrics.labels["model_name"]
@@ -174,7 +174,7 @@ class _RuntimeCollector(Collector):
         totals = runtime.monitor.totals()
         for name, counts, text in (
             ("hits", totals.hits, "Demanded experts that were resident."),
-            ("misses", totals.misses, "Demanded experts that were loaded or run on the CPU."),
+            ("misses", totals.misses, "Demanded experts that were not resident."),
             ("evictions", totals.evictions, "Experts that lost their slot."),
         ):
             family = CounterMetricFamily(
@@ -196,6 +196,8 @@ class _RuntimeCollector(Collector):
         )
         how.add_metric(["cpu"], int(totals.cpu_runs.sum()))
         how.add_metric(["copy"], int(totals.loads.sum()))
+        if runtime.engine.low_form is not None:
+            how.add_metric(["low_precision"], int(totals.low_runs.sum()))
         yield how
         fetches = SummaryMetricFamily(
             f"{PREFIX}expert_fetch_seconds", "One copy of an expert.", labels=["tier"]

@@ -381,5 +381,7 @@ def usage_of(answers: Answers) -> Usage:
             expert_hit_rate=stats.hit_rate if stats.num_denoise_forwards else None,
             bytes_fetched=stats.bytes_loaded + stats.bytes_prefetched,
             choices_replaced=stats.choices_replaced,
+            replaced_weight_share=stats.replaced_weight_share,
+            low_expert_runs=stats.low_expert_runs,
         ),
     )

@@ -447,7 +447,9 @@ class DiffusionUsage(Reply):
     """`nfe`: denoising and commit forwards that the answer took part in. `blocks`: blocks begun.
     `edited_tokens`: tokens that a later step replaced. `bytes_fetched`: copies of experts in those
     forwards, which other answers may have shared. `choices_replaced`: how often a lossy rule gave a
-    token another expert than its own choice; 0 without one."""
+    token another expert than its own choice, or a copy of it in a lower precision, and
+    `replaced_weight_share` the share of its mixing weights; 0 without one. `low_expert_runs`:
+    experts computed from such copies in those forwards."""
 
     nfe: int
     blocks: int
@@ -456,6 +458,8 @@ class DiffusionUsage(Reply):
     expert_hit_rate: float | None
     bytes_fetched: int
     choices_replaced: int
+    replaced_weight_share: float
+    low_expert_runs: int
 
 
 class CompletionTokensDetails(Reply):
@@ -540,7 +544,8 @@ class CompletionReply(Reply):
 
 
 class ModelCard(Reply):
-    """`lossy`: the rule by which experts are shared, null where answers are the model's own."""
+    """`lossy`: the rule by which experts are replaced, null where answers are the model's own;
+    `low_precision`: the form of those that `lossy` mixed takes instead."""
 
     id: str
     object: Literal["model"] = "model"
@@ -550,6 +555,7 @@ class ModelCard(Reply):
     parent: None = None
     max_model_len: int
     lossy: str | None = None
+    low_precision: str | None = None
 
 
 class ModelList(Reply):

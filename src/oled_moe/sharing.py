@@ -1,23 +1,19 @@
 """Lossy expert sharing: rules by which a block's tokens make do with fewer distinct experts.
 
-They change answers, so they are opt-in (`EngineConfig.lossy`) and named wherever results are. A
-rule says which experts each token may choose; the model's own rule then chooses among those and
+A rule says which experts each token may choose; the model's own rule then chooses among those and
 gives the weights. Prompts and commits keep their own experts, so that what is kept of finished
 blocks is computed in full: rules see the rows alone that denoise. Plain numpy, no torch.
 Legend: T tokens, K experts per token, E experts, B blocks.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from oled_moe.errors import ConfigError
-from oled_moe.policies.offload import Parameters
-from oled_moe.registry import look_up, parse_spec
-from oled_moe.types import BoolArray, FloatArray, ForwardContext, IntArray, Phase, TokenState
+from oled_moe.types import BoolArray, FloatArray, IntArray, TokenState
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,149 +159,3 @@ def _covering(values_BE: FloatArray, coverage: float, minimum: int) -> BoolArray
     before = np.cumsum(descending, axis=1) - descending
     is_needed = (before < coverage * values_BE.sum(1, keepdims=True)) & (descending > 0)
     return _best(values_BE, np.maximum(is_needed.sum(1), minimum))
-
-
-@dataclass(frozen=True, slots=True)
-class SharingEntry:
-    """One line of the registry; `parameters` are the keys its builder understands."""
-
-    build: Callable[[Parameters, int, int], SharingPolicy]
-    summary: str
-    source: str
-    parameters: tuple[str, ...]
-
-
-def _des_vote(parameters: Parameters, num_experts: int, top_k: int) -> SharingPolicy:
-    return DesVotePolicy(
-        experts=parameters.integer("experts", None, minimum=top_k, maximum=num_experts),
-        coverage=parameters.real("coverage", None),
-    )
-
-
-def _des_seq(parameters: Parameters, num_experts: int, top_k: int) -> SharingPolicy:
-    top = parameters.integer("top", None, minimum=1, maximum=top_k)
-    if top is None:
-        raise ConfigError(f"lossy rule des-seq: give top, 1 to {top_k}, as des-seq:top=3")
-    return DesSeqPolicy(top=top)
-
-
-def _dmoe(parameters: Parameters, num_experts: int, top_k: int) -> SharingPolicy:
-    coverage = parameters.real("coverage", 0.6)
-    minimum = parameters.integer("minimum", min(16, num_experts), minimum=1, maximum=num_experts)
-    assert coverage is not None and minimum is not None
-    return DmoePolicy(coverage=coverage, minimum=minimum)
-
-
-def _resident(parameters: Parameters, num_experts: int, top_k: int) -> SharingPolicy:
-    threshold = parameters.real("threshold", 0.5)
-    assert threshold is not None
-    return ResidentPolicy(threshold=threshold)
-
-
-SHARING: dict[str, SharingEntry] = {
-    "des-vote": SharingEntry(
-        _des_vote,
-        "a block's tokens vote with their weights; the experts with most votes stay",
-        "DES (arXiv 2602.00879)",
-        ("experts", "coverage"),
-    ),
-    "des-seq": SharingEntry(
-        _des_seq,
-        "what any token of the block has among its own first experts stays",
-        "DES (arXiv 2602.00879)",
-        ("top",),
-    ),
-    "dmoe": SharingEntry(
-        _dmoe,
-        "the experts that hold a share of the block's summed scores stay",
-        "dMoE (arXiv 2605.30876), fscdc/dMoE",
-        ("coverage", "minimum"),
-    ),
-    "resident": SharingEntry(
-        _resident,
-        "masked tokens of low confidence take resident experts only: answers depend on the cache",
-        "this project",
-        ("threshold",),
-    ),
-}
-
-
-def build_sharing(spec: str, *, num_experts: int, top_k: int) -> "ExpertSharing":
-    """Build the rule that `NAME[:key=value,...]` names, for layers of so many experts.
-
-    Raises: ConfigError for an unknown name or parameter, listing the known ones.
-    """
-    name, values = parse_spec("lossy rule", spec)
-    entry = look_up("lossy rule", name, SHARING)
-    for key in values:
-        if key not in entry.parameters:
-            known = ", ".join(entry.parameters)
-            raise ConfigError(f"lossy rule {name!r} has no parameter {key!r}; known: {known}")
-    policy = entry.build(Parameters(values, kind="lossy"), num_experts, top_k)
-    return ExpertSharing(spec, policy)
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceCounts:
-    """Choices of an expert by a token, at all layers of forwards that denoise: how many a rule saw,
-    and how many of them it replaced by an expert that the token had not chosen itself."""
-
-    num_choices: int = 0
-    num_replaced: int = 0
-
-
-class ExpertSharing:
-    """A rule at work in one engine, and what it has replaced, by request."""
-
-    def __init__(self, spec: str, policy: SharingPolicy) -> None:
-        self.spec = spec
-        self.policy = policy
-        self._counts: dict[int, ChoiceCounts] = {}
-
-    def allowed(self, context: ForwardContext, routed: RoutedTokens) -> BoolArray | None:
-        """Which experts each token of a forward may choose, bool [T, E]; None where all may all.
-
-        Only rows that denoise are the rule's; `routed` has the tokens of all rows.
-        """
-        if not context.is_denoise:
-            return None
-        phases = np.array([row.phase for row in context.rows])
-        is_ours = (phases == Phase.DENOISE).repeat([row.num_tokens for row in context.rows])
-        if is_ours.all():
-            return self.policy.allowed(routed)
-        # Blocks are numbered from 0 on among those that are left.
-        block_of = np.unique(routed.block_of[is_ours], return_inverse=True)[1]
-        ours = replace(
-            routed,
-            scores=routed.scores[is_ours],
-            topk_ids=routed.topk_ids[is_ours],
-            weights=routed.weights[is_ours],
-            token_state=routed.token_state[is_ours],
-            token_confidence=routed.token_confidence[is_ours],
-            block_of=block_of,
-        )
-        allowed = np.ones(routed.scores.shape, dtype=np.bool_)
-        allowed[is_ours] = self.policy.allowed(ours)
-        return allowed
-
-    def count(self, context: ForwardContext, own_ids: IntArray, taken_ids: IntArray) -> None:
-        """Count what tokens chose themselves and what they were given, int64 [T, K] each."""
-        is_own = (taken_ids[:, :, None] == own_ids[:, None, :]).any(-1)
-        end = 0
-        for row in context.rows:
-            start, end = end, end + row.num_tokens
-            if row.phase != Phase.DENOISE:
-                continue
-            before = self.counts_of(row.request_id)
-            self._counts[row.request_id] = ChoiceCounts(
-                before.num_choices + is_own[start:end].size,
-                before.num_replaced + int(np.count_nonzero(~is_own[start:end])),
-            )
-
-    def counts_of(self, request_id: int) -> ChoiceCounts:
-        """What has been replaced for a request so far."""
-        return self._counts.get(request_id, ChoiceCounts())
-
-    def end_request(self, request_id: int) -> None:
-        """Forget a request. Mutates: the counts."""
-        self._counts.pop(request_id, None)

@@ -95,6 +95,12 @@ class ForwardContext:
         return len(self.token_confidence)
 
     @property
+    def denoising_tokens(self) -> BoolArray:
+        """Which tokens, bool [T], are of rows that denoise."""
+        flags = np.array([row.phase == Phase.DENOISE for row in self.rows], dtype=np.bool_)
+        return flags.repeat([row.num_tokens for row in self.rows])
+
+    @property
     def block_sizes(self) -> list[int]:
         """Tokens of each block of each row, in order: blocks lie on multiples of block_length."""
         assert self.token_position is not None, "whoever runs a model knows positions"
@@ -212,7 +218,7 @@ NO_COPIES = CopyPlan(_NONE, _NONE)
 class LayerPlan:
     """What to do for one demand, in full, before anything moves.
 
-    Every demanded expert is in exactly one of hits, staged, loads and cpu. Hits lie in their
+    Every demanded expert is in exactly one of hits, staged, loads, cpu and low. Hits lie in their
     slots. Staged ones were copied ahead and are wanted for the first time: their copy may still be
     waiting or under way, and is now as urgent as a load. Copies of loads are issued in the order
     of `load_ids`; a slot may appear twice in `load_slots` (a staging slot refilled within the
@@ -225,6 +231,8 @@ class LayerPlan:
     copies begin when those kernels are done. They sum to the loads.
     `capacity` is what utilisation is measured by: the layer's slots, more where it has yet to
     shrink, and what it held where all layers share one pool.
+    `low`, where not None, is the plan of the misses that are computed from copies in a lower
+    precision, which have slots of their own.
     Shapes: all int64; hit_ids, staged_ids and cpu_ids ascending; freed_slots in any order.
     """
 
@@ -239,10 +247,20 @@ class LayerPlan:
     staged_slots: IntArray = field(default_factory=lambda: _NONE)
     prefetch: CopyPlan = NO_COPIES
     wave_sizes: tuple[int, ...] = ()
+    low: "LayerPlan | None" = None
 
     @property
     def num_demanded(self) -> int:
-        return len(self.hit_ids) + len(self.staged_ids) + len(self.load_ids) + len(self.cpu_ids)
+        num_full = len(self.hit_ids) + len(self.staged_ids) + len(self.load_ids) + len(self.cpu_ids)
+        return num_full if self.low is None else num_full + self.low.num_demanded
+
+    @property
+    def low_ids(self) -> IntArray:
+        """Ids int64 [N], ascending, of the experts computed in a lower precision."""
+        if self.low is None:
+            return _NONE
+        ids: IntArray = np.sort(np.concatenate((self.low.hit_ids, self.low.load_ids)))
+        return ids
 
 
 class PlanExecutor(Protocol):

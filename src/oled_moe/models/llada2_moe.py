@@ -534,7 +534,7 @@ class Llada2Moe:
         policies.md 7; sgl-project/sglang PR 31768, the reference of its kernel tests.
         """
         config, scores_TE = self.config, routing.scores_TE
-        if config.expert_capacity is None and self._experts.sharing is None:
+        if config.expert_capacity is None and not self._experts.limits_choices:
             return routing
         bias_E = self._layers[layer].router_bias
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E

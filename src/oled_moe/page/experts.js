@@ -75,7 +75,8 @@ function factsOf(snapshot) {
     .map(({ src, dst, bytes }) => `${sizeOf(bytes)} from ${tierOf(src)} to ${tierOf(dst)}`)
     .join(", ");
   const waiting = snapshot.num_waiting ? `, ${snapshot.num_waiting} waiting` : "";
-  const lossy = snapshot.lossy ? `, lossy ${snapshot.lossy}` : "";
+  const form = snapshot.low_precision ? ` with ${snapshot.low_precision}` : "";
+  const lossy = snapshot.lossy ? `, lossy ${snapshot.lossy}${form}` : "";
   return `${resident} of ${total} experts resident, policy ${snapshot.policy}${lossy}, device ` +
     `${snapshot.device}; ${moved}; ${snapshot.num_running} running${waiting}.`;
 }

@@ -16,6 +16,7 @@ const MARKS = {
   l: ["loaded", "triangle"],
   s: ["streamed", "hollow"],
   c: ["cpu", "disc"],
+  p: ["low", "wedge"],
 };
 
 /** Draw `states`, a string for each layer; returns where everything is. */
@@ -81,6 +82,10 @@ function drawShape(context, shape, color, x, y, size) {
     context.moveTo(x, y + size);
     context.lineTo(x + size / 2, y);
     context.lineTo(x + size, y + size);
+  } else if (shape === "wedge") {
+    context.moveTo(x, y);
+    context.lineTo(x + size / 2, y + size);
+    context.lineTo(x + size, y);
   } else if (shape === "disc") {
     context.arc(x + size / 2, y + size / 2, size / 2, 0, 2 * Math.PI);
   } else {
