@@ -10,7 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from oled_moe.cli_flags import MODEL_HELP, ExpertMemory, Json, Policy, Threads, flag, takes_flags
+from oled_moe.cli_flags import (
+    MODEL_HELP,
+    ExpertMemory,
+    Json,
+    Lossy,
+    LowPrecision,
+    Policy,
+    Threads,
+    flag,
+    takes_flags,
+)
 from oled_moe.cli_shared import (
     LogFlags,
     print_json,
@@ -72,6 +82,8 @@ class PlanFlags:
             f"{DEFAULT_PROMPT_TOKENS}.",
         ),
     ] = DEFAULT_PROMPT_TOKENS
+    lossy: Lossy = None
+    low_precision: LowPrecision = None
     hardware: Annotated[
         str | None,
         flag(
@@ -98,6 +110,8 @@ class PlanFlags:
             dtype=None if self.form else self.dtype,
             max_model_len=self.max_model_len,
             threads=threads,
+            lossy=self.lossy,
+            low_precision=self.low_precision,
         )
 
 

@@ -15,10 +15,11 @@ class ExpertCounters:
     """Watches demands and plans; an observer of whoever carries plans out.
 
     Loads and runs on the CPU or in a lower precision count in every phase; ratios, and what is
-    called `denoise`, only in forwards that denoise. A hit is an expert kept since an earlier use. An expert that was copied ahead is
-    no hit when it is first wanted: it is useful where its copy was complete when the demand became
-    known, else late; what was copied and never wanted is wasted. `num_loads` are copies in full
-    precision on demand, `num_low_loads` those of a lower one.
+    called `denoise`, only in forwards that denoise. A hit is an expert kept since an earlier use.
+    An expert that was copied ahead is no hit when it is first wanted: it is useful where its copy
+    was complete when the demand became known, else late; what was copied and never wanted is
+    wasted. `num_loads` are copies in full precision on demand, `num_low_loads` those in a lower
+    one.
     """
 
     def __init__(self) -> None:

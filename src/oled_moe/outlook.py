@@ -36,6 +36,9 @@ from oled_moe.engine import (
     DEFAULT_MODEL_LEN,
     WeightSizes,
     dtype_words,
+    lossy_of,
+    low_slots_of,
+    open_low_precision,
     plan_model,
     plan_on_gpu,
     sampling_defaults_of,
@@ -52,6 +55,7 @@ from oled_moe.memory import (
     SHARE_OF_FREE,
     SYSTEM_RESERVE_BYTES,
     GpuMemoryPlan,
+    LowSlots,
     MemoryPlan,
     plan_gpu_memory,
     plan_memory,
@@ -497,6 +501,8 @@ def plan_to_dict(plan: MemoryPlan | GpuMemoryPlan) -> dict[str, Any]:
     return {
         "num_slots": plan.num_slots,
         "num_staging": plan.num_staging,
+        "num_low_slots": 0 if plan.low is None else plan.low.num_slots + plan.low.num_staging,
+        "low_slots_bytes": plan.low_bytes,
         "num_experts": plan.shape.num_experts_total,
         "expert_bytes": plan.shape.expert_bytes,
         "expert_memory_bytes": plan.expert_memory_bytes,
@@ -568,8 +574,10 @@ def outlook(
 ) -> Outlook:
     """Plan a model and predict its speed from sizes alone. `config.device` is not looked at.
 
-    Raises: ConfigError for numbers that make no sense. What does not fit is said in the outlook.
+    Raises: ConfigError for numbers that make no sense, and as `open_low_precision`. What does not
+    fit is said in the outlook.
     """
+    model = replace(model, notes=(*model.notes, *_lossy_notes(config)))
     num_behind = model.denoising.canvas_tokens + model.config.decoding.num_reserved
     most = model.config.max_positions - num_behind
     check_int("prompt-tokens", prompt_tokens, minimum=1, maximum=most)
@@ -590,6 +598,17 @@ def outlook(
     return Outlook(model, machine, config, hardware, hardware_source, fit, prediction)
 
 
+def _lossy_notes(config: EngineConfig) -> list[str]:
+    """What of a lossy rule is not in the prediction."""
+    if config.lossy is None:
+        return []
+    if config.low_precision is not None:
+        missed = "misses are predicted as if all came in full, low-precision slots are counted"
+    else:
+        missed = "what is predicted is without it"
+    return [f"lossy {config.lossy} changes answers: {missed}"]
+
+
 def policy_name(config: EngineConfig, default: str) -> str:
     """The policy as text. Raises: ConfigError for a policy object, which predicts nothing here."""
     policy = default if config.policy is None else config.policy
@@ -603,13 +622,31 @@ def plan_for(
 ) -> MemoryPlan | GpuMemoryPlan:
     """The memory plan of a model on a machine, this one or another.
 
-    Raises: as `plan_model`.
+    Raises: as `plan_model` and `open_low_precision`.
     """
-    positions = config.max_model_len or min(model.config.max_positions, DEFAULT_MODEL_LEN)
     here = replace(config, device=machine.device)
+    rule = lossy_of(config, model.config)
+    pack = open_low_precision(here, model.config, model.weights.layout)
+    low = low_slots_of(rule, pack, model.config)
+    plan = _plan_with(model, here, machine, hardware, low)
+    if low is not None and isinstance(plan, MemoryPlan) and plan.low is None:
+        # All experts fit in full: nothing of the pack is held anywhere.
+        return _plan_with(model, here, machine, hardware, None)
+    return plan
+
+
+def _plan_with(
+    model: OpenedModel,
+    here: EngineConfig,
+    machine: Machine,
+    hardware: HardwareProfile,
+    low: LowSlots | None,
+) -> MemoryPlan | GpuMemoryPlan:
+    """`plan_for` a config of the machine's device, with slots for a lower precision."""
+    positions = here.max_model_len or min(model.config.max_positions, DEFAULT_MODEL_LEN)
     if not machine.is_imagined:
         if machine.gpu_bytes is None:
-            return plan_model(here, model.config, model.weights, positions, hardware)
+            return plan_model(here, model.config, model.weights, positions, hardware, low)
         return plan_on_gpu(
             here, model.config, model.weights, positions, hardware, gpu_bytes=machine.gpu_bytes
         )
@@ -618,14 +655,14 @@ def plan_for(
     is_gpu = machine.gpu_bytes is not None
     needs = plan_model(
         replace(anywhere, device="cpu") if is_gpu else anywhere,
-        model.config, model.weights, positions, hardware,
+        model.config, model.weights, positions, hardware, low,
     )  # fmt: skip
     if machine.gpu_bytes is not None:
         # One buffer for each reading thread and each copy that is on its way to the GPU.
         depth = hardware.disk_queue_depth
         buffer_bytes = needs.model.buffer_bytes // depth * (depth + MOST_AHEAD + 1)
         return plan_gpu_memory(
-            config,
+            here,
             needs.shape,
             replace(needs.model, buffer_bytes=buffer_bytes),
             gpu_bytes=machine.gpu_bytes,
@@ -633,7 +670,7 @@ def plan_for(
         )
     # Another machine has not loaded the program yet.
     usable_bytes = max(0, machine.ram_bytes - needs.model.process_bytes)
-    return plan_memory(here, needs.shape, needs.model, usable_bytes=usable_bytes)
+    return plan_memory(here, needs.shape, needs.model, usable_bytes=usable_bytes, low=low)
 
 
 def _residency(
