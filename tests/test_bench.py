@@ -88,7 +88,8 @@ class FakeEngine:
     hardware_source = "given"
     dtype = torch.float32
     dtype_words = "float32"
-    sharing = None
+    lossy = None
+    low_form = None
 
     def __init__(self, world: World, config: EngineConfig) -> None:
         self.world, self.config = world, config

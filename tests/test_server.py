@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -18,6 +19,7 @@ from served import QUESTION, SETTINGS, ReadyBackend, chunks_of, content_of, demo
 
 import oled_moe
 from oled_moe.config import SamplingParams
+from oled_moe.packing import pack_checkpoint
 from oled_moe.server import create_app, default_names
 from oled_moe.server_backend import NotServingError, Runtime
 
@@ -490,8 +492,47 @@ def test_a_lossy_rule_is_named_everywhere(http: httpx2.Client) -> None:
         key = 'oled_moe:choices_replaced_total{model_name="demo"}'
         wait_until(lambda: metrics_of(lossy)[key] == replaced)
         assert metrics_of(lossy)[f'oled_moe:lossy_info{{model_name="demo",rule="{rule}"}}'] == 1
-        assert lossy.get("/experts").json()["lossy"] == rule
+        told = lossy.get("/experts").json()
+        assert told["lossy"] == rule and told["low_precision"] is None
+        assert "p" not in told["state_names"]
     assert http.get("/experts").json()["lossy"] is None
+
+
+def test_experts_in_a_lower_precision_are_counted(http: httpx2.Client, tmp_path: Path) -> None:
+    assert http.get("/v1/models/demo").json()["low_precision"] is None
+    assert 'how="low_precision"' not in http.get("/metrics").text
+    pack_checkpoint("demo", tmp_path / "low", dtype="int4")
+    settings = {"lossy": "mixed:share=0.5", "low_precision": str(tmp_path / "low")}
+    with (
+        demo_runtime(expert_memory="20%", **settings) as made,
+        live_server(create_app(ReadyBackend(made), SETTINGS)) as url,
+        httpx2.Client(base_url=url, timeout=60) as lossy,
+    ):
+        card = lossy.get("/v1/models/demo").json()
+        assert (card["lossy"], card["low_precision"]) == ("mixed:share=0.5", "int4-g64")
+        usage = chat(lossy)["usage"]["diffusion"]
+        assert usage["choices_replaced"] > 0 and 0 < usage["replaced_weight_share"] < 1
+        low_runs = usage["low_expert_runs"]
+
+        # The last forward is counted after its answer was sent.
+        def is_counted() -> bool:
+            layers = lossy.get("/experts").json()["layers"]
+            return bool(sum(layer["low_runs"] for layer in layers) == low_runs > 0)
+
+        wait_until(is_counted)
+        told = lossy.get("/experts").json()
+        assert told["low_precision"] == "int4-g64" and "p" in told["state_names"]
+        assert any("p" in layer["states"] for layer in told["layers"])
+        found = metrics_of(lossy)
+        assert found['oled_moe:miss_compensation_total{how="low_precision"}'] == low_runs
+        misses = sum(value for name, value in found.items() if "expert_cache_misses_total" in name)
+        how = sum(value for name, value in found.items() if "miss_compensation_total" in name)
+        assert misses == how
+        moved = sum(each["bytes"] for each in told["bytes"])
+        assert moved == found['oled_moe:expert_bytes_total{dst="ram",src="disk"}']
+        # Slots of 24 and 8 KiB; whatever was kept in the lower precision was not copied again.
+        loads = sum(layer["loads"] for layer in told["layers"])
+        assert loads * 24576 < moved <= loads * 24576 + low_runs * 8192
 
 
 def test_the_page_may_do_little(http: httpx2.Client) -> None:
