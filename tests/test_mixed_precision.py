@@ -577,11 +577,11 @@ def test_requests_that_share_forwards_are_counted_apart(model: Path, packs: dict
     assert replaced == pairs and sum(count > 0 for count in pairs.values()) >= 2
 
 
-@pytest.mark.parametrize("name", ["sdar_moe", "rnd1", "llada_moe"])
+@pytest.mark.parametrize("name", ["sdar_moe", "rnd1", "llada_moe", "diffusion_gemma"])
 def test_other_families_mix_too(name: str, tmp_path: Path) -> None:
-    values = json.loads((GOLDEN / name / "config.json").read_text())
     pack_checkpoint(GOLDEN / name, tmp_path / "low", dtype="int4")
-    params = SamplingParams(max_tokens=8, **({} if name == "rnd1" else {"block_length": 8}))
+    has_blocks = name in ("sdar_moe", "llada_moe")
+    params = SamplingParams(max_tokens=8, **({"block_length": 8} if has_blocks else {}))
     config = EngineConfig(
         experts_per_layer=2,
         lossy="mixed:share=0.5,slots=1",
@@ -590,7 +590,7 @@ def test_other_families_mix_too(name: str, tmp_path: Path) -> None:
     )
     with Engine(GOLDEN / name, config) as engine:
         stats = engine.generate([3, 1, 4, 1, 5, 9], params).stats
-    assert values["num_experts"] > 2 and 0 < stats.replaced_share < 1
+    assert 0 < stats.replaced_share < 1
 
 
 # --- what does not belong, and what is damaged

@@ -38,7 +38,7 @@ SLOW_RULES = (
     *(f"mixed:share=0.4,by=block,slots={slots}" for slots in (0, 24)),
 )
 # Of each group of questions, where a block takes few forwards and where it takes many.
-NUM_QUESTIONS = {0.95: 40, 1.0: 4}
+NUM_QUESTIONS = {0.95: 24, 1.0: 2}
 NUM_WARM_UP = 3
 BLOCK_LENGTH, MAX_TOKENS = 16, 96
 

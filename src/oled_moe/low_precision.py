@@ -80,13 +80,16 @@ class LowPrecisionPack:
         router = (config.num_experts, config.hidden_size)
         shapes = family.parameter_shapes(config)
         names = [name for name, shape in shapes.items() if tuple(shape) == router]
+        assert len(names) >= config.num_moe_layers, "a family whose routers are not found"
         ours = _parameters(model, family, config)
         theirs = _parameters(self.checkpoint, family, config)
         for name in names:
-            if name not in theirs:
-                raise CheckpointError(
-                    f"{self.checkpoint.path}: parameter {name} is missing; pack the model again"
-                )
+            for checkpoint, found in ((model, ours), (self.checkpoint, theirs)):
+                if name not in found:
+                    raise CheckpointError(
+                        f"{checkpoint.path}: parameter {name} is missing; download or pack the "
+                        "model again"
+                    )
             mine, other = ours[name].read(), theirs[name].read()
             # What one of them rounded on the way is compared as it was rounded.
             narrow = min(mine.dtype, other.dtype, key=lambda dtype: dtype.itemsize)

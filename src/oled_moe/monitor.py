@@ -145,7 +145,7 @@ class ExpertMonitor:
         self._seen: list[_Seen] = []
         self._context: ForwardContext | None = None
         self._first_cancelled = self._pool.num_cancelled
-        self._first_copies = self._pool.copy_times
+        self._first_copies = self._copy_times()
         self._first_wait_s = engine.experts.wait_s
         self._asked_ahead = np.zeros(2, dtype=np.int64)
         # These are shared; whoever touches them holds the lock, readers for as long as they copy.
@@ -177,7 +177,7 @@ class ExpertMonitor:
             num_copies, num_forwards = self._num_loaded + self._num_ahead, self._num_forwards
             num_low_loads = self._num_low_loads
             num_ahead = int(self._num_ahead.sum())
-        num_fetches, fetch_s = self._pool.copy_times
+        num_fetches, fetch_s = self._copy_times()
         capacity = self._capacities(latest)
         hits = np.array([0 if plan is None else len(plan.hit_ids) for plan in latest])
         num_bytes = (num_copies * self._shape.expert_bytes).tolist()
@@ -322,6 +322,13 @@ class ExpertMonitor:
         """How many of some experts, by their ids within layers, come from RAM and from disk."""
         num_hosted = int(np.count_nonzero(expert_ids < self._num_hosted))
         return np.array((num_hosted, len(expert_ids) - num_hosted))
+
+    def _copy_times(self) -> tuple[int, float]:
+        """How many experts were copied, of either precision, and the seconds that took."""
+        low_pool = self._engine.experts.low_pool
+        pools = [self._pool, *([] if low_pool is None else [low_pool])]
+        counts, seconds = zip(*(pool.copy_times for pool in pools), strict=True)
+        return sum(counts), sum(seconds)
 
     def _residents(self) -> BoolArray:
         """Who is resident now, bool [L, E]; asked on the thread that plans."""
