@@ -1,5 +1,6 @@
 """Lossy rule `mixed`: alone, in caches and layers, in engines, and wherever it is named."""
 
+import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -758,3 +759,18 @@ def test_refused_where_it_cannot_work(said: Said, packs: dict[str, str]) -> None
     assert "--low-precision does not go with --shape" in refused
     # What was recorded is replayed in one precision: no flag of simulate says otherwise.
     assert "No such option: --lossy" in said("simulate", "x", "--lossy", "mixed", code=2)
+
+
+# --- the experiment
+
+
+def test_the_experiments_tables_are_those_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(str(root))
+    study = importlib.import_module("experiments.11_mixed_precision.run")
+    lines = (root / "results" / "raw" / "11_mixed_precision.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [(r["threshold"], r["model"], r["lossy"]) for r in rows] == list(study.cells())
+    assert all(row.keys() >= {"experiment", "commit", "versions"} for row in rows)
+    readme = (root / "experiments" / "11_mixed_precision" / "README.md").read_text("utf-8")
+    assert all(table.markdown() in readme for table in study.tables(rows))
