@@ -256,7 +256,7 @@ def find_packed_experts(
 ) -> DiskExpertStore:
     """The experts of a pack alone, as `read_weights` finds them. Raises: CheckpointError."""
     size = _ExpertSize(num_moe_layers, num_experts, hidden_size, intermediate_size, activation)
-    return _plan_packed_store(pack, (), size, dtype)(method)
+    return _plan_packed_store(pack, (), size, dtype)(method, None)
 
 
 def _read_sharded(directory: Path) -> tuple[dict[str, TensorRecord], dict[Path, int]]:
