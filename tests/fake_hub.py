@@ -125,7 +125,7 @@ def leave_settings(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
 
 def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
     """Wait for what a process is about to do."""
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 120
     while not is_so():
         assert process.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -254,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.cut_at is not None:
             self.wfile.flush()
             if fault.is_stalled:
-                hub.released.wait(30)
+                hub.released.wait(240)
             self.close_connection = True
 
     def _next_fault(self, name: str) -> Fault:

@@ -198,7 +198,7 @@ class Exchange:
     async def message(self) -> dict[str, Any]:
         """The next message, or the error with which the app ended."""
         getter = asyncio.ensure_future(self._outgoing.get())
-        await asyncio.wait({getter, self.task}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({getter, self.task}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
         if not getter.done() and self.task.done():
             getter.cancel()
             self.task.result()
@@ -234,7 +234,7 @@ class Exchange:
     async def leave(self) -> None:
         """Close the connection, as a client does; returns once the app has ended."""
         self._incoming.put_nowait({"type": "http.disconnect"})
-        await asyncio.wait_for(asyncio.shield(self.task), 20)
+        await asyncio.wait_for(asyncio.shield(self.task), 60)
 
 
 def events_of(text: str) -> list[Any]:
@@ -262,7 +262,7 @@ def content_of(events: Sequence[Any]) -> str:
 
 async def submitted(scheduler: FakeScheduler, number: int = 1) -> list[SimpleNamespace]:
     """Wait until so many requests are there."""
-    for _ in range(2000):
+    for _ in range(12000):
         if len(scheduler.submitted) >= number:
             return scheduler.submitted
         await asyncio.sleep(0.005)

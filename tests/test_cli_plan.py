@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -567,17 +566,15 @@ def test_doctor_says_that_cuda_cannot_run_here(run: Run, model: list[str]) -> No
     assert run("plan", "demo", "--device", "cuda", "--gpu-memory", "4GiB")[0] == 0
 
 
-def test_help_is_quick_and_lists_the_flags() -> None:
+def test_help_imports_nothing_heavy_and_lists_the_flags() -> None:
     program = (
         "import sys; from oled_moe.cli import main\n"
         "codes = [main([a, '--help']) for a in ('plan', 'doctor')]\n"
         "print(codes, [m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
     )
-    start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.endswith("[0, 0] []\n") and done.stderr == ""
-    assert time.perf_counter() - start < 60
     for flag in ("--gpu-memory", "--ram", "--hardware", "--prompt-tokens", "--experts-per-layer"):
         assert flag in done.stdout

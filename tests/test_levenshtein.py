@@ -430,13 +430,15 @@ def test_seeds_decide_everything_alone_and_in_company(engine: Engine, temperatur
 
     with Scheduler(engine) as scheduler:
         scheduler.observers.append(lambda report: num_together.append(report.num_requests))
-        for number, prompt in enumerate(PROMPTS):
-            scheduler.submit(
-                prompt,
-                replace(BASE, temperature=temperature, seed=5),
-                on_event=lambda event, number=number: hear(number, event),
-                on_error=lambda error: done.release(),
-            )
+        # No forward before all are there.
+        with engine._turn:
+            for number, prompt in enumerate(PROMPTS):
+                scheduler.submit(
+                    prompt,
+                    replace(BASE, temperature=temperature, seed=5),
+                    on_event=lambda event, number=number: hear(number, event),
+                    on_error=lambda error: done.release(),
+                )
         for _ in PROMPTS:
             assert done.acquire(timeout=60)
     assert max(num_together) > 1

@@ -38,6 +38,9 @@ needs_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium here: the page is not tested (apt-get install chromium)"
 )
 
+# Its own five seconds are short for a busy machine.
+expect.set_options(timeout=60_000)
+
 QUESTION = "What is 12 + 30?"
 CODE_QUESTION = "Define task(text), which returns text repeated 4 times."
 BAD_TEXT = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -82,7 +85,7 @@ def browser() -> Iterator[Browser]:
 def page_at(browser: Browser, url: str, **looks: Any) -> Iterator[Page]:
     """The page as it first shows; in the end nothing may have been refused or have failed."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **looks})
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(60_000)
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))

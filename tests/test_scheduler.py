@@ -97,6 +97,26 @@ class Gate:
         self._engine._turn.release()
 
 
+class Hold:
+    """An observer that stops the scheduler's thread once something is so, while `with` lasts."""
+
+    def __init__(self, is_so: Callable[[], bool]) -> None:
+        self._is_so = is_so
+        self._is_there, self._may_go_on = threading.Event(), threading.Event()
+
+    def __call__(self, report: StepReport) -> None:
+        if self._is_so():
+            self._is_there.set()
+            self._may_go_on.wait(60)
+
+    def __enter__(self) -> "Hold":
+        assert self._is_there.wait(60), "it never came to be"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._may_go_on.set()
+
+
 def wait_until(is_so: Callable[[], bool]) -> None:
     end_s = time.monotonic() + 60
     while not is_so():
@@ -201,9 +221,12 @@ def test_short_prompts_ride_along_and_long_ones_take_turns(engine: Engine) -> No
         with Scheduler(engine) as scheduler:
             with Gate(engine):
                 others = [submit(scheduler, [i], at_work)[0] for i in range(2)]
-            wait_until(lambda others=others: all(h.first_token_s for h in others))  # type: ignore[misc]
-            scheduler.observers.append(reports.append)
-            assert submit(scheduler, prompt, params)[1].result().token_ids == alone.token_ids
+                hold = Hold(lambda others=others: all(h.first_token_s for h in others))  # type: ignore[misc]
+                scheduler.observers.append(hold)
+            with hold:
+                scheduler.observers.append(reports.append)
+                _, receiver = submit(scheduler, prompt, params)
+            assert receiver.result().token_ids == alone.token_ids
             for handle in others:
                 scheduler.cancel(handle)
         assert ("prefill" in [report.kind for report in reports]) == (most_tokens is None)
@@ -227,11 +250,12 @@ def test_first_done_first_out(engine: Engine) -> None:
     with Scheduler(engine) as scheduler:
         with Gate(engine):
             _, first = submit(scheduler, [1], long)
-            _, second = submit(scheduler, [2], short)
-        second.result()
-        assert not first.over.is_set()
-        order = [str(len(first.result().token_ids)), str(len(second.result().token_ids))]
-    assert order == ["64", "1"]
+            handle, second = submit(scheduler, [2], short)
+            hold = Hold(lambda: handle.is_over)
+            scheduler.observers.append(hold)
+        with hold:
+            assert second.over.is_set() and not first.over.is_set()
+        assert [len(each.result().token_ids) for each in (first, second)] == [64, 1]
 
 
 def test_only_so_many_run_and_the_next_takes_the_place(engine: Engine) -> None:
@@ -243,7 +267,8 @@ def test_only_so_many_run_and_the_next_takes_the_place(engine: Engine) -> None:
 
     with Scheduler(engine) as scheduler:
         scheduler.observers.append(watch)
-        receivers = [submit(scheduler, [i])[1] for i in range(11)]
+        with Gate(engine):
+            receivers = [submit(scheduler, [i])[1] for i in range(11)]
         for receiver in receivers:
             receiver.result()
         assert is_idle(scheduler)

@@ -322,13 +322,13 @@ def test_close_waits_for_reads(files: Files, monkeypatch: pytest.MonkeyPatch) ->
 
     def waiting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         is_reading.set()
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(60)
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", waiting)
     with ThreadPoolExecutor(2) as pool:
         slot = pool.submit(read, store, 0, 2)
-        assert is_reading.wait(10)
+        assert is_reading.wait(60)
         closed = pool.submit(store.close)
         assert not closed.done()
         may_go_on.set()

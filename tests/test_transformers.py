@@ -481,7 +481,7 @@ def test_a_dropped_model_leaves_no_threads(stored_qwen: tuple[Any, Path]) -> Non
     assert started
     restore_experts(model)
     for thread in started:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
