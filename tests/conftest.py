@@ -1,7 +1,11 @@
 """Settings of all tests: one thread, and the same drawn examples on every machine and run."""
 
+import logging
+import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -10,7 +14,37 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny products are fastest so, and a second thread waits long where the machine is shared.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline: time is not what these test.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="also run the cells of products that are left out"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What products.py marks `full` runs with --full alone."""
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """The command line sets up logging for the whole process, to a stream that ends with the test.
+
+    Left in place it would be what servers of later tests write to.
+    """
+    root = logging.getLogger()
+    handlers, level = set(root.handlers), root.level
+    yield
+    for handler in set(root.handlers) - handlers:
+        root.removeHandler(handler)
+    root.setLevel(level)
+    logging.captureWarnings(False)

@@ -5,13 +5,14 @@ ties are real ties.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from hypothesis import settings
 from torch import Tensor
 
-from oled_moe.costs import CostModel
+from oled_moe.costs import DEFAULT_EMULATED_PROFILE, CostModel
 from oled_moe.policies import POLICIES, OffloadPolicy, build_policy
 from oled_moe.store import ExpertLayout, HostExpertStore
 from oled_moe.types import (
@@ -44,6 +45,9 @@ LIVE_SPECS = (
     "oled+prefetch:words=true,depth=2,least=0",
     "naive-lru:prefetch=reuse,least=0.1",
 )
+
+# An emulated link that takes no time: sleeping is not what most tests are about.
+FAST_LINK = replace(DEFAULT_EMULATED_PROFILE, copy_latency_s=0.0, copy_bytes_per_s=1e15)
 
 # One copy takes as long as two tokens on the CPU: both lanes are worth using.
 COSTS = CostModel(transfer_s=2.0, cpu_base_s=0.5, cpu_token_s=0.75, mean_tokens_per_miss=2.0)

@@ -9,6 +9,7 @@ import pytest
 from fakes import COSTS, FakeRouter, bounded, demand_of, outcome_of, policy_of, shape_of
 from hypothesis import given
 from hypothesis import strategies as st
+from products import product
 
 from oled_moe.cache import ExpertCache
 from oled_moe.costs import CostModel
@@ -114,9 +115,9 @@ def residents(cache: ExpertCache, layer: int = 0) -> list[int]:
 # ---- all of them ----
 
 
-@pytest.mark.parametrize("spec", VARIANTS)
-@pytest.mark.parametrize("has_cpu", [True, False])
-@pytest.mark.parametrize("capacity", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize(
+    "spec, has_cpu, capacity", product(VARIANTS, (True, False), (0, 1, 2, 5, 8))
+)
 def test_whole_forwards_with_any_capacity(spec: str, has_cpu: bool, capacity: int) -> None:
     """Batches, prefills, folded commits, requests that come and go; and twice the same."""
     shape = shape_of(5, 8, 2)

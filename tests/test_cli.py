@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import synthetic_llada2, write_checkpoint
 from fakes import LIVE_POLICIES
+from products import product
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import oled_moe.engine
@@ -357,21 +358,24 @@ def test_interrupt_while_waiting_for_the_prompt(model: str) -> None:
             process.wait(0.5)
         process.send_signal(signal.SIGINT)
         err = process.stderr.read()
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130
     assert "Traceback" not in err
 
 
-def test_interrupt_while_generating(model: str) -> None:
+def test_interrupt_while_generating(tmp_path: Path) -> None:
+    # Many forwards: the signal may come late on a busy machine, and still in the middle.
+    config = {**CONFIG, "max_position_embeddings": 4096}
+    write_checkpoint(tmp_path, synthetic_llada2(config), config)
+    write_tokenizer(tmp_path)
     process = start(
-        "generate", model, "-p", "x", "--stream", "--threads", "1", "--ignore-eos",
-        "--block-length", "4", "--threshold", "1", "--max-tokens", "400",
+        "generate", str(tmp_path), "-p", "x", "--stream", "--threads", "1",
+        "--ignore-eos", "--block-length", "4", "--threshold", "1", "--max-tokens", "4000",
     )  # fmt: skip
     with process:
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        process.stdout.close()
-        err = process.stderr.read()
-        assert process.wait(60) == 130
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 130
     assert "Traceback" not in err and "error: interrupted" in err
 
 
@@ -388,7 +392,7 @@ def test_closed_pipe_is_quiet() -> None:
     with start("generate", "--help") as process:
         process.stdout.close()
         assert process.stderr.read() == ""
-        assert process.wait(30) in (0, 1)
+        assert process.wait(60) in (0, 1)
 
 
 # inspect, version, help
@@ -606,8 +610,13 @@ def test_json_from_the_environment_holds_for_errors(
     assert code == 3 and json.loads(out)["error"]["exit_code"] == 3
 
 
-@pytest.mark.parametrize("redirect", [">&-", "2>&-", "<&-", "> /dev/full", "| true"])
-@pytest.mark.parametrize("command", ["version --json", "inspect ./nowhere --json", "version"])
+@pytest.mark.parametrize(
+    "redirect, command",
+    product(
+        (">&-", "2>&-", "<&-", "> /dev/full", "| true"),
+        ("version --json", "inspect ./nowhere --json", "version"),
+    ),
+)
 def test_streams_that_are_closed_or_full_make_no_traceback(redirect: str, command: str) -> None:
     shell = f"{sys.executable} -m oled_moe {command} {redirect}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import FAST_LINK
 from safetensors.torch import load_file
 
 from oled_moe import Engine, EngineConfig, SamplingParams
@@ -106,8 +107,8 @@ def test_golden_runs(model: str, capacity: float) -> None:
 @pytest.mark.parametrize("policy", ["naive-lru", "oled+", "oled+prefetch"])
 def test_golden_runs_with_every_kind_of_policy(policy: str) -> None:
     for model in MODELS:
-        settings = {"policy": policy, "experts_per_layer": 3, "device": "emulated"}
-        with open_engine(model, cpu_experts=False, **settings) as engine:
+        settings = {"policy": policy, "experts_per_layer": 3, "hardware": FAST_LINK}
+        with open_engine(model, device="emulated", cpu_experts=False, **settings) as engine:
             for run in runs_of(model)[::3]:
                 check(engine, model, run)
 
@@ -695,16 +696,18 @@ def test_requests_that_share_forwards_get_the_same_tokens(
 
     with Scheduler(engine) as scheduler:
         scheduler.observers.append(lambda report: shared.append(report.num_requests))
-        for run, place in zip(runs, kept, strict=True):
-            scheduler.submit(
-                run["prompt_ids"],
-                params_of(model, run),
-                on_event=lambda event, place=place: hear(place, event),
-                on_error=lambda error, place=place: (
-                    place.errors.append(error),
-                    place.done.set(),
-                ),
-            )
+        # No forward before all are there.
+        with engine._turn:
+            for run, place in zip(runs, kept, strict=True):
+                scheduler.submit(
+                    run["prompt_ids"],
+                    params_of(model, run),
+                    on_event=lambda event, place=place: hear(place, event),
+                    on_error=lambda error, place=place: (
+                        place.errors.append(error),
+                        place.done.set(),
+                    ),
+                )
         for run, place in zip(runs, kept, strict=True):
             assert place.done.wait(60) and not place.errors
             result = place.events[-1].result

@@ -41,6 +41,7 @@ SIZES = ModelSizes(
 ALL = SHAPE.num_experts_total
 
 
+@functools.cache
 def prediction(
     num_slots: int = 32,
     *,

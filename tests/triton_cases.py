@@ -12,6 +12,7 @@ import torch
 from fakes import bounded
 from hypothesis import given
 from hypothesis import strategies as st
+from products import product
 from torch import Tensor
 
 from oled_moe.kernels import EachExpert, ExpertKernel, reference
@@ -78,13 +79,14 @@ def triton_kernel() -> ExpertKernel:
     return TritonExperts(lambda tensor: tensor)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("hidden, width", [(64, 32), (33, 17), (200, 72)])
-@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize(
+    "sizes, dtype, activation",
+    product([(64, 32), (33, 17), (200, 72)], list(TOLERANCE), get_args(Activation)),
+)
 def test_agrees_with_the_reference(
-    dtype: torch.dtype, hidden: int, width: int, activation: Activation
+    sizes: tuple[int, int], dtype: torch.dtype, activation: Activation
 ) -> None:
-    layout = ExpertLayout(hidden, width, dtype, activation)
+    layout = ExpertLayout(*sizes, dtype, activation)
     check_kernel(triton_kernel(), layout, [1, 2, 40, 3, 16, 17], gap=2)
 
 
