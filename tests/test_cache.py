@@ -253,7 +253,7 @@ def test_plans_hold_the_rule_and_the_invariants(policy: str, data: st.DataObject
 
 
 @pytest.mark.parametrize("policy", LIVE_SPECS)
-@bounded(20)
+@bounded(10)
 @given(data=st.data())
 def test_plans_of_any_policy_hold_the_invariants(policy: str, data: st.DataObject) -> None:
     """Placements, guesses, global pools, CPU experts: whatever a policy does, tables stay sound."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import synthetic_llada2, write_checkpoint
 from fakes import LIVE_SPECS
+from products import product
 
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE, CostModel
@@ -164,10 +165,9 @@ def is_rounded(engine: Engine) -> bool:
     return bool(engine.policy.needs & {"gate_scores", "input_embedding"})
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
-@pytest.mark.parametrize("policy", sorted(LIVE_SPECS))
-def test_replay_decides_what_the_engine_decided(tiny: Path, policy: str, device: str) -> None:
-    for capacity in (1.34, 5):
+@pytest.mark.parametrize("policy, capacity", product(sorted(LIVE_SPECS), (1.34, 5)))
+def test_replay_decides_what_the_engine_decided(tiny: Path, policy: str, capacity: float) -> None:
+    for device in ("cpu", "emulated"):
         trace, forwards, plans, num_ahead, engine = run_live(tiny, device, policy, capacity)
         report, replayed = run_replayed(trace, forwards, policy, engine)
         assert len(plans) == len(replayed) > 20

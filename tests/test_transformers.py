@@ -140,7 +140,8 @@ def stored(
 def test_outputs_are_those_of_the_whole_model(stored: tuple[Any, Path], is_stored: bool) -> None:
     whole, path = stored
     logits, answer_ids = logits_of(whole), answer(whole)
-    for experts_per_layer, policy in RUNS:
+    # Half of them each.
+    for experts_per_layer, policy in RUNS[is_stored::2]:
         source = path if is_stored else copy.deepcopy(whole)
         model = offload_experts(source, experts_per_layer=experts_per_layer, policy=policy)
         assert type(model) is type(whole) and (is_stored or model is source)
