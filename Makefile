@@ -3,15 +3,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench figures clean
+.PHONY: demo test test-full check bench figures clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.runtime
 	$(BIN)/oled-moe demo
 
-# Files share two processes: most tests wait, or use one core.
+# Files share two processes, in the order that conftest.py gives: most tests wait, or use one core.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
+
+# Every cell of every product of cases: tests/products.py.
+test-full: $(VENV)/.installed
+	$(PYTEST) --full
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

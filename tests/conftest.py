@@ -27,8 +27,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Files of few and long tests, and those that wait for other processes: first, so that in the end
+# neither of two processes is left alone with one.
+FIRST = ("test_ray_serve", "test_triton", "test_gpu_check", "test_cli_serve", "test_golden")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What products.py marks `full` runs with --full alone."""
+    """What products.py marks `full` runs with --full alone; files of long tests come first."""
+    items.sort(key=lambda item: item.path.stem not in FIRST)
     if not config.getoption("--full"):
         left_out = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
