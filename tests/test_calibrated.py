@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import FakeRouter, demand_of, policy_of, shape_of
+from products import product
 
 from oled_moe.errors import ConfigError
 from oled_moe.hardware import load_hardware
@@ -336,13 +337,16 @@ def run(trace: RoutingTrace, policy: str, capacity: float, **settings: object) -
 
 
 @pytest.mark.parametrize(
-    "name", ["arithmetic", "code", "facts", "arithmetic-slow", "code-slow", "facts-slow"]
+    "name, capacity",
+    product(
+        ["arithmetic", "code", "facts", "arithmetic-slow", "code-slow", "facts-slow"],
+        (16, 28, 42),
+    ),
 )
-def test_misses_no_more_than_oled_on_recorded_traces(name: str) -> None:
+def test_misses_no_more_than_oled_on_recorded_traces(name: str, capacity: int) -> None:
     trace = demo_trace(name)
-    for capacity in (16, 28, 42):
-        oled, plus = (run(trace, policy, capacity) for policy in ("oled", "oled+"))
-        assert plus.pooled_hit_rate > oled.pooled_hit_rate
+    oled, plus = (run(trace, policy, capacity) for policy in ("oled", "oled+"))
+    assert plus.pooled_hit_rate > oled.pooled_hit_rate
 
 
 def test_guesses_are_mostly_used_and_change_no_hit() -> None:

@@ -12,6 +12,7 @@ import torch
 from fakes import LIVE_SPECS, bounded
 from hypothesis import given
 from hypothesis import strategies as st
+from products import product
 from test_parity import EMULATED, assert_same
 from test_random_checkpoint import TINY, small_pool
 from test_roofline import SMALL
@@ -143,33 +144,35 @@ def test_every_shape_replays_its_own_routing(name: str, tmp_path: Path) -> None:
 # What the engine is made to do
 
 
-@pytest.mark.parametrize("policy", SPECS)
-def test_the_engine_decides_what_the_simulator_decides(tiny: Path, policy: str) -> None:
+@pytest.mark.parametrize("policy, device", product(SPECS, ("cpu", "emulated")))
+def test_the_engine_decides_what_the_simulator_decides(
+    tiny: Path, policy: str, device: str
+) -> None:
     # Two sequences share most forwards, and one device computes on the CPU too.
     trace = synthetic(batch_size=2, num_requests=2)
-    for device, capacity in (("cpu", 5.0), ("emulated", 3.34)):
-        with open_engine(
-            tiny, trace, policy=policy, experts_per_layer=capacity, device=device
-        ) as engine:
-            plans = replayed_plans(engine, trace)
-            engine.cache.check()
-        simulated: Plans = []
+    capacity = 5.0 if device == "cpu" else 3.34
+    with open_engine(
+        tiny, trace, policy=policy, experts_per_layer=capacity, device=device
+    ) as engine:
+        plans = replayed_plans(engine, trace)
+        engine.cache.check()
+    simulated: Plans = []
 
-        def see(demand: LayerDemand, plan: LayerPlan, into: Plans = simulated) -> None:
-            into.append((demand.context.forward_id, demand.layer, plan))
+    def see(demand: LayerDemand, plan: LayerPlan) -> None:
+        simulated.append((demand.context.forward_id, demand.layer, plan))
 
-        simulate(
-            trace,
-            policy,
-            hardware=HARDWARE[device],
-            experts_per_layer=capacity,
-            has_cpu_experts=device == "emulated",
-            observers=[see],
-        )
-        assert len(plans) == len(simulated) > 20
-        for ours, theirs in zip(plans, simulated, strict=True):
-            assert ours[:2] == theirs[:2]
-            assert_same(ours[2], theirs[2], ours[:2])
+    simulate(
+        trace,
+        policy,
+        hardware=HARDWARE[device],
+        experts_per_layer=capacity,
+        has_cpu_experts=device == "emulated",
+        observers=[see],
+    )
+    assert len(plans) == len(simulated) > 20
+    for ours, theirs in zip(plans, simulated, strict=True):
+        assert ours[:2] == theirs[:2]
+        assert_same(ours[2], theirs[2], ours[:2])
 
 
 def test_a_recorded_run_comes_out_the_same(tiny: Path) -> None:

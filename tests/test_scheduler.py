@@ -149,7 +149,7 @@ requests = st.tuples(
 
 
 @given(st.lists(requests, min_size=1, max_size=9), st.integers(0, 3))
-@bounded(30)
+@bounded(12)
 def test_tokens_are_the_same_alone_and_in_company(
     engine: Engine, asked: list[tuple[list[int], SamplingParams]], num_later: int
 ) -> None:
