@@ -374,7 +374,7 @@ def free_port() -> int:
 QUESTION = "What is 12 + 30?"
 # No model ends this by itself.
 # A token a forward, so that it lasts while others look.
-LONG = {"ignore_eos": True, "max_tokens": 900, "threshold": 1}
+LONG = {"ignore_eos": True, "max_tokens": 200, "threshold": 1}
 
 
 def text_of(reply: httpx2.Response) -> str:
@@ -458,7 +458,7 @@ def test_a_client_that_goes_frees_its_place(service: Service, is_streamed: bool)
 
 def test_a_full_replica_spills_to_the_other(service: Service) -> None:
     # Long enough that all are there together.
-    body = chat("", QUESTION, user="busy", **{**LONG, "max_tokens": 200})
+    body = chat("", QUESTION, user="busy", **{**LONG, "max_tokens": 48})
     url = f"{service.url}/v1/chat/completions"
     with httpx2.Client(timeout=WAIT_S) as http, ThreadPoolExecutor(24) as pool:
         replies = list(pool.map(lambda _: http.post(url, json=body), range(24)))
