@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from oled_moe import cli, measuring, outlook, profiler
+from oled_moe import cli, measuring, outlook, prediction, profiler
 from oled_moe.cli_plan import print_outlook
 from oled_moe.config import EngineConfig
 from oled_moe.costs import DEFAULT_PROFILE
@@ -30,6 +30,13 @@ from oled_moe.shapes import SHAPES
 
 GIB = 2**30
 Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is predicted is tested in test_prediction.py; here, that it is said."""
+    monkeypatch.setattr(prediction, "_MAX_LAYERS", 2)
+    monkeypatch.setattr(prediction, "_ANSWER_TOKENS", 32)
 
 
 @pytest.fixture
