@@ -114,6 +114,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.model_config = SimpleNamespace(vocab_size=640)
         self.config = EngineConfig()
+        self.low_form: str | None = None
         ids = {"mask_token_id": MASK_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
         self.sampling_defaults = SamplingParams(block_length=4, **ids, **defaults)
 

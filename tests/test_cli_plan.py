@@ -32,6 +32,9 @@ GIB = 2**30
 Run = Callable[..., tuple[int, str, str]]
 
 
+REAL_LENGTHS = {name: getattr(prediction, name) for name in ("_MAX_LAYERS", "_ANSWER_TOKENS")}
+
+
 @pytest.fixture(autouse=True)
 def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is predicted is tested in test_prediction.py; here, that it is said."""
@@ -488,7 +491,11 @@ def test_text_takes_the_width_of_the_terminal(
     assert out.count("GPU: active") == (2 if columns == 40 else 1)
 
 
-def test_what_is_no_terminal_gets_a_line_for_each_fact(run: Run) -> None:
+def test_what_is_no_terminal_gets_a_line_for_each_fact(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in REAL_LENGTHS.items():
+        monkeypatch.setattr(prediction, name, value)
     _, out, _ = run("plan", "rnd1", "--gpu-memory", "16GiB", "--ram", "64GiB")
     (first,) = [line for line in out.splitlines() if line.startswith("first token")]
     assert first.endswith("whose masks want fewer different experts than tokens do later")

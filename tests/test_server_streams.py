@@ -107,6 +107,8 @@ def test_usage_can_be_told_on_the_way_and_at_the_end() -> None:
                 "expert_hit_rate": 0.75,
                 "bytes_fetched": 400,
                 "choices_replaced": 0,
+                "replaced_weight_share": 0.0,
+                "low_expert_runs": 0,
             },
         }
 
