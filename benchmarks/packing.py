@@ -175,10 +175,16 @@ def measure_run(source: Path, directory: Path) -> Iterator[dict[str, Any]]:
     """
     with Engine(directory / "int4", EngineConfig(expert_memory="100%")) as engine:
         expert_memory = engine.memory_plan.expert_memory_bytes
-    config = EngineConfig(expert_memory=expert_memory, max_model_len=1024)
-    medians = {}
-    # int4 before and after, as the machine may change meanwhile.
-    for name, path in (("int4", directory / "int4"), ("checkpoint", source)) * 2:
+    cached = EngineConfig(expert_memory=expert_memory, max_model_len=1024)
+    uncached = EngineConfig(experts_per_layer=0, max_model_len=1024)
+    stores = (
+        ("int4", directory / "int4", cached),
+        ("checkpoint", source, cached),
+        ("checkpoint, nothing kept", source, uncached),
+    )
+    medians: dict[str, list[float]] = {}
+    # Each twice, as the machine may change meanwhile.
+    for name, path, config in stores * 2:
         with Engine(path, config) as engine, torch.inference_mode():
             plan = engine.memory_plan
             replay = load_replay(REPLAY, plan.shape, num_forwards=NUM_WARMUP + NUM_FORWARDS)
@@ -189,7 +195,7 @@ def measure_run(source: Path, directory: Path) -> Iterator[dict[str, Any]]:
         yield {
             "store": name,
             "replay": replay.words,
-            "expert_memory_bytes": expert_memory,
+            "expert_memory_bytes": plan.expert_memory_bytes,
             "num_slots": plan.num_slots,
             "num_experts": plan.shape.num_experts_total,
             "num_forwards": len(denoising),
@@ -200,10 +206,12 @@ def measure_run(source: Path, directory: Path) -> Iterator[dict[str, Any]]:
                 each.num_loads * plan.shape.expert_bytes for each in denoising
             ),
         }
-    yield {
-        "speedup": statistics.mean(medians["checkpoint"]) / statistics.mean(medians["int4"]),
-        "speedup_least": min(medians["checkpoint"]) / max(medians["int4"]),
-    }
+    for name in list(medians)[1:]:
+        yield {
+            "int4_against": name,
+            "speedup": statistics.mean(medians[name]) / statistics.mean(medians["int4"]),
+            "speedup_least": min(medians[name]) / max(medians["int4"]),
+        }
 
 
 if __name__ == "__main__":

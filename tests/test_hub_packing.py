@@ -395,6 +395,28 @@ def test_killed_at_random_moments_and_resumed_gives_the_same_bytes(
     assert names_in(root) == {"hub", "pack"}
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "files", "directory"])
+def test_what_is_not_a_packs_own_stays_where_shards_would_lie(
+    kind: str, models: Any, tmp_path: Path
+) -> None:
+    precious, shards = tmp_path / "precious", tmp_path / "pack.partial.shards"
+    precious.mkdir()
+    (precious / "mine").write_text("mine")
+    if kind == "file":
+        shards.write_text("mine")
+    elif kind == "link":
+        shards.symlink_to(precious)
+    elif kind == "files":
+        precious.rename(shards)
+    else:
+        (shards / "below").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"pack\.partial\.shards (is no|was not left)"):
+        pack_while(FakeClient(models["names"]), tmp_path)
+    # The hub's cache apart.
+    assert [path for path in sorted(tmp_path.rglob("*")) if "hub" not in path.parts] == before
+
+
 def interrupted(client: FakeClient, root: Path, name: str) -> None:
     """A run that ends as the hub no longer gives a file."""
     model = HubModel(client, root / "hub", "some/tiny")  # type: ignore[arg-type]

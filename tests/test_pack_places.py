@@ -74,6 +74,12 @@ def test_places_where_nothing_can_be(place: str, source: Path, tmp_path: Path) -
     assert names_in(tmp_path) == ["file", "loop", "lost"]
 
 
+@pytest.mark.parametrize("place", [".", "/", ""])
+def test_a_place_without_a_name(place: str, source: Path) -> None:
+    with pytest.raises(ConfigError, match="has no name that a pack could get"):
+        pack_checkpoint(source, Path(place))
+
+
 def test_the_command_ends_with_2_there(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

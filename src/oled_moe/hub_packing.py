@@ -21,7 +21,7 @@ from oled_moe.errors import CheckpointError, DoesNotFitError
 from oled_moe.hub import HubModel, Selection, existing_parent
 from oled_moe.hub import Progress as DownloadProgress
 from oled_moe.hub_client import HubFile
-from oled_moe.pack_places import check_place, writing
+from oled_moe.pack_places import check_place, check_shards, writing
 from oled_moe.pack_writer import (
     SPARE_BYTES,
     Journal,
@@ -40,7 +40,7 @@ from oled_moe.packing import (
     make_report,
     plan_pack,
 )
-from oled_moe.stand_ins import StandIns, stand_ins_of
+from oled_moe.stand_ins import StandIns, remove_stand_ins, stand_ins_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,7 @@ def pull_pack(
     """
     check_dtype(dtype)
     check_place(out)
+    check_shards(out)
     _check_config(model, check_config)
     source = model.select()
     with writing(out), stand_ins_of(out) as directory:
@@ -121,7 +122,7 @@ def pull_pack(
             # Only the name is missing: a run that goes on from here fetches no weights.
             for file in source.files:
                 model.forget(file)
-            shutil.rmtree(directory)
+            remove_stand_ins(directory)
             name_pack(out)
     downloaded = [file for file in source.files if model.states.get(file.name) in _CAME]
     num_bytes = sum(file.num_bytes for file in downloaded)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from oled_moe.errors import ConfigError, DoesNotFitError, OledMoeError
 
+# The first file that a run has in OUT.partial.shards.
+SHARDS_LOCK_NAME = ".lock"
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What another place would not refuse.
 _IS_REFUSED = (
@@ -49,6 +51,8 @@ def check_place(out: Path, source: Path | None = None) -> None:
     """
     if "\0" in str(out):
         raise ConfigError(f"{str(out)!r} cannot be a path; name another place for the pack")
+    if not out.name:
+        raise ConfigError(f"{out} has no name that a pack could get; name a place below it")
     check_free(out)
     partial, above = partial_path(out), _existing(out.parent)
     if not os.path.isdir(above):
@@ -59,6 +63,18 @@ def check_place(out: Path, source: Path | None = None) -> None:
         raise ConfigError(f"{partial} is no directory; remove it, or name another place")
     if source is not None:
         _check_apart(out, source)
+
+
+def check_shards(out: Path) -> None:
+    """Prove that what is set aside for a pack at `out` may lie beside it: nothing but what an
+    earlier run has left is there. Raises: ConfigError."""
+    shards = shards_path(out)
+    if not os.path.lexists(shards):
+        return
+    if shards.is_symlink() or not os.path.isdir(shards):
+        raise ConfigError(f"{shards} is no directory; remove it, or name another place")
+    if any(shards.iterdir()) and not (shards / SHARDS_LOCK_NAME).is_file():
+        raise ConfigError(f"{shards} was not left by a pack; remove it, or name another place")
 
 
 def check_free(out: Path) -> None:

@@ -15,15 +15,14 @@ A line follows the bytes that it speaks of, and comes before their loss.
 
 import fcntl
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from oled_moe.errors import DownloadError, OledMoeError
-from oled_moe.pack_places import partial_path, shards_path
+from oled_moe.pack_places import SHARDS_LOCK_NAME, partial_path, shards_path
 from oled_moe.pack_writer import Piece, of_line, to_line
 from oled_moe.tensor_files import MAX_HEADER_BYTES
 
@@ -31,7 +30,6 @@ from oled_moe.tensor_files import MAX_HEADER_BYTES
 _START_BYTES = 2**20
 _COPY_BYTES = 16 * 2**20
 _ASIDE_NAME = ".aside"
-_LOCK_NAME = ".lock"
 
 # Where bytes begin in a file, and how many.
 Range = tuple[int, int]
@@ -43,7 +41,7 @@ def stand_ins_of(out: Path) -> Iterator[Path]:
     them nor in the pack. Raises: OledMoeError."""
     directory = shards_path(out)
     directory.mkdir(exist_ok=True)
-    with open(directory / _LOCK_NAME, "ab") as lock:
+    with open(directory / SHARDS_LOCK_NAME, "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -52,8 +50,18 @@ def stand_ins_of(out: Path) -> Iterator[Path]:
             yield directory
         except (Exception, KeyboardInterrupt):
             if not os.path.lexists(partial_path(out)) and not _has_aside(directory):
-                shutil.rmtree(directory, ignore_errors=True)
+                with suppress(OSError):
+                    remove_stand_ins(directory)
             raise
+
+
+def remove_stand_ins(directory: Path) -> None:
+    """Remove the directory; until the end it can be told to be one of ours."""
+    for path in directory.iterdir():
+        if path.name != SHARDS_LOCK_NAME:
+            path.unlink()
+    (directory / SHARDS_LOCK_NAME).unlink()
+    directory.rmdir()
 
 
 def _has_aside(directory: Path) -> bool:
@@ -83,7 +91,7 @@ class StandIns:
             lines = []
         if not lines or lines[0] != first:
             for path in directory.iterdir():
-                if path.name != _LOCK_NAME:
+                if path.name != SHARDS_LOCK_NAME:
                     path.unlink()
             lines, known = [first], []
         for name, ranges in known:
