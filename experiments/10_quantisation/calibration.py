@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from oled_moe.model_paths import find_model
-from oled_moe.pack_writer import open_journal, partial_path, write_pack
+from oled_moe.pack_writer import open_journal, write_pack
 from oled_moe.packing import plan_pack
 from oled_moe.quantization import QuantSpec, encode
 from oled_moe.store import ExpertLayout, memory_of
@@ -93,7 +93,7 @@ def write_quantized(out: Path, form: str, method: str, statistics: Statistics | 
         files.append(replace(file, pieces=tuple(pieces)))
     job = replace(job, files=tuple(files), method=method)
     try:
-        with open_journal(partial_path(out), job) as journal:
+        with open_journal(out, job) as journal:
             write_pack(job, out, journal, None, None, 1)
     finally:
         job.close()
