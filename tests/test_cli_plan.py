@@ -559,6 +559,24 @@ def test_doctor_text(run: Run, quick_doctor: None, tmp_path: Path) -> None:
         assert words in out
 
 
+def test_what_measuring_takes_is_not_held_against_the_model(
+    run: Run, quick_doctor: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = iter([200 * 2**20])
+    # Measuring makes the process larger: by far more than the budget, here.
+    monkeypatch.setattr("oled_moe.engine.process_memory_bytes", lambda: next(sizes, 2 * GIB))
+    code, out, _ = run(
+        "doctor", "demo", "--quick", "--no-save", "--device", "cpu", "--memory", "300MiB",
+        "--hardware", "testbed-a", "--dtype", "int4", "--directory", str(tmp_path), "--json",
+    )  # fmt: skip
+    report = strict(out)
+    assert code == 0 and report["fit"]["is_fitting"]
+    assert report["fit"]["plan"]["lines"][0]["bytes"] == 200 * 2**20
+    # What is noted about the model is no warning besides.
+    notes = report["outlook"]["notes"]
+    assert notes and not set(notes) & set(report["warnings"])
+
+
 def test_doctor_takes_a_model_without_weights(
     run: Run, quick_doctor: None, index_only: Path, tmp_path: Path
 ) -> None:

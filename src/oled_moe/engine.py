@@ -988,6 +988,18 @@ def dtype_words(layout: ExpertLayout) -> str:
     return rest if layout.quant is None else f"experts {experts}, the rest {rest}"
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """RAM that this process holds, and that it may still take, at one moment. Units: bytes."""
+
+    process_bytes: int
+    usable_bytes: int
+
+    @classmethod
+    def now(cls) -> "ProcessMemory":
+        return cls(process_memory_bytes(), usable_memory_bytes())
+
+
 def plan_model(
     config: EngineConfig,
     model: ModelConfig,
@@ -995,17 +1007,20 @@ def plan_model(
     max_model_len: int,
     hardware: HardwareProfile,
     low: LowSlots | None = None,
+    *,
+    found: ProcessMemory | None = None,
 ) -> MemoryPlan:
     """The memory plan of a model, from its config and headers alone, in RAM; `low` are slots for
-    its experts in a lower precision.
+    its experts in a lower precision; `found`: None for what this process has and may take now.
 
     Raises: ConfigError, DoesNotFitError (see `plan_memory`).
     """
-    shape, memory = _needs(config, model, sizes, max_model_len, hardware, low)
-    plan = plan_memory(config, shape, memory, usable_bytes=usable_memory_bytes(), low=low)
+    found = found or ProcessMemory.now()
+    shape, memory = _needs(config, model, sizes, max_model_len, hardware, found, low)
+    plan = plan_memory(config, shape, memory, usable_bytes=found.usable_bytes, low=low)
     if low is not None and plan.low is None:
         # Nothing is read from the second model, which the emulated device would hold in RAM.
-        return plan_model(config, model, sizes, max_model_len, hardware)
+        return plan_model(config, model, sizes, max_model_len, hardware, found=found)
     return plan
 
 
@@ -1017,17 +1032,20 @@ def plan_on_gpu(
     hardware: HardwareProfile,
     *,
     gpu_bytes: int,
+    found: ProcessMemory | None = None,
 ) -> GpuMemoryPlan:
-    """The memory plan of a model on a GPU of which `gpu_bytes` are free, and the RAM behind it.
+    """The memory plan of a model on a GPU of which `gpu_bytes` are free, and the RAM behind it;
+    `found` as in `plan_model`.
 
     Raises: as `plan_model`.
     """
-    shape, memory = _needs(config, model, sizes, max_model_len, hardware)
+    found = found or ProcessMemory.now()
+    shape, memory = _needs(config, model, sizes, max_model_len, hardware, found)
     # Buffers that threads read through, one each, and one more where bytes are converted.
     num_copies = MOST_AHEAD + 1 + hardware.disk_queue_depth
     bounce_bytes = num_copies * shape.expert_bytes * sizes.read_slots
     memory = replace(memory, buffer_bytes=bounce_bytes)
-    usable_bytes = usable_memory_bytes()
+    usable_bytes = found.usable_bytes
     # Pinned memory is nobody else's, and the system cannot take it back.
     ram_bytes = usable_bytes - min(SYSTEM_RESERVE_BYTES, usable_bytes // 10)
     ram_bytes += memory.process_bytes
@@ -1063,6 +1081,7 @@ def _needs(
     sizes: WeightSizes,
     max_model_len: int,
     hardware: HardwareProfile,
+    found: ProcessMemory,
     low: LowSlots | None = None,
 ) -> tuple[MoeShape, ModelMemory]:
     """Sizes of the experts, and what a model needs besides their slots."""
@@ -1101,7 +1120,7 @@ def _needs(
     buffers = hardware.disk_queue_depth * layout.slot_bytes * sizes.read_slots
     bytes_in_ram = layout.slot_bytes + (0 if low is None else low.shape.expert_bytes)
     memory = ModelMemory(
-        process_bytes=process_memory_bytes(),
+        process_bytes=found.process_bytes,
         dense_bytes=dense_bytes,
         kv_bytes=kv_per_token * num_positions * config.max_num_seqs,
         activation_bytes=rows_bytes + logits_bytes + scores_bytes + _KERNEL_BYTES,

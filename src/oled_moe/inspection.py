@@ -471,7 +471,6 @@ def check_machine(
             hardware_source="measured now" if given is None else str(question.hardware),
             prompt_tokens=question.prompt_tokens,
         )
-        notes += view.model.notes
     first = next(iter(devices.values()))
     return {
         "model": None if question is None else question.model,

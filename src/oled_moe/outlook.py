@@ -34,6 +34,7 @@ from oled_moe.cuda import DEVICE_INDEX, MOST_AHEAD, check_cuda
 from oled_moe.encodings import split_quantization
 from oled_moe.engine import (
     DEFAULT_MODEL_LEN,
+    ProcessMemory,
     WeightSizes,
     dtype_words,
     lossy_of,
@@ -380,12 +381,14 @@ def _model_sizes(family: Family, config: ModelConfig, weights: WeightSizes) -> M
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Where a model is to run. `ram_bytes` is what the process may take, on the machine at hand
-    beyond what it has; `gpu_bytes` what is free on the GPU. `is_imagined`: another machine."""
+    beyond what it has; `gpu_bytes` what is free on the GPU. `is_imagined`: another machine.
+    `process_bytes`: what the program takes before a model is there, None for what it takes now."""
 
     device: str
     ram_bytes: int
     gpu_bytes: int | None = None
     is_imagined: bool = False
+    process_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -396,12 +399,12 @@ def this_machine(device: str) -> Machine:
 
     Raises: MissingDependencyError, ConfigError where `cuda` cannot run here.
     """
-    ram_bytes = usable_memory_bytes()
-    if device != "cuda":
-        return Machine(device, ram_bytes)
-    check_cuda()
-    free_bytes, _ = torch.cuda.mem_get_info(DEVICE_INDEX)
-    return Machine(device, ram_bytes, int(free_bytes))
+    gpu_bytes = None
+    if device == "cuda":
+        check_cuda()
+        gpu_bytes = int(torch.cuda.mem_get_info(DEVICE_INDEX)[0])
+    found = ProcessMemory.now()
+    return Machine(device, found.usable_bytes, gpu_bytes, process_bytes=found.process_bytes)
 
 
 def imagine(
@@ -645,11 +648,13 @@ def _plan_with(
     """`plan_for` a config of the machine's device, with slots for a lower precision."""
     positions = here.max_model_len or min(model.config.max_positions, DEFAULT_MODEL_LEN)
     if not machine.is_imagined:
+        found = None
+        if machine.process_bytes is not None:
+            found = ProcessMemory(machine.process_bytes, machine.ram_bytes)
+        sizes = (here, model.config, model.weights, positions, hardware)
         if machine.gpu_bytes is None:
-            return plan_model(here, model.config, model.weights, positions, hardware, low)
-        return plan_on_gpu(
-            here, model.config, model.weights, positions, hardware, gpu_bytes=machine.gpu_bytes
-        )
+            return plan_model(*sizes, low, found=found)
+        return plan_on_gpu(*sizes, gpu_bytes=machine.gpu_bytes, found=found)
     # What a model needs besides slots is the same wherever it runs.
     anywhere = replace(here, experts_per_layer=0, expert_memory=None, memory=None, force=True)
     is_gpu = machine.gpu_bytes is not None
