@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,8 +20,15 @@ import oled_moe.random_checkpoint
 import oled_moe.replay_bench
 import oled_moe.shapes
 from oled_moe.cli import main
-from oled_moe.cli_bench import DEFAULT_POLICIES, read_prompts, split_policies
+from oled_moe.cli_bench import (
+    DEFAULT_POLICIES,
+    BenchFlags,
+    choose_prompts,
+    read_prompts,
+    split_policies,
+)
 from oled_moe.errors import InputError
+from oled_moe.model_paths import find_model
 from oled_moe.policies import POLICIES, is_clairvoyant
 from oled_moe.roofline import measure_limits
 from oled_moe.shapes import Shape
@@ -216,6 +224,18 @@ def test_demo_live(run: Run, tmp_path: Path) -> None:
         assert 0 < case["peak_resident_experts"] <= case["num_slots"] + case["num_staging"]
     assert values["peak_process_bytes"] > 0 and "torch" in values["versions"]
     assert "bundled questions" in values["prompts"] and "<svg" in page.read_text()
+
+
+def test_packs_of_demo_are_asked_its_questions(tmp_path: Path) -> None:
+    # A name is not what makes it one, nor are its weights.
+    names, demo = ("config.json", "tokenizer.json"), find_model("demo")
+    for name in names:
+        shutil.copy(demo / name, tmp_path / name)
+    chosen = choose_prompts(str(tmp_path), BenchFlags())
+    assert chosen == choose_prompts("demo", BenchFlags()) and "bundled questions" in chosen.words
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "built-in set" in choose_prompts(str(tmp_path), BenchFlags()).words
+    assert "built-in set" in choose_prompts("absent", BenchFlags()).words
 
 
 # Full size without weights, here a tiny one

@@ -35,7 +35,7 @@ from oled_moe.cli_shared import (
 )
 from oled_moe.cli_text import count, device_name, percent
 from oled_moe.config import EngineConfig, check_int, format_size
-from oled_moe.errors import ConfigError, InputError
+from oled_moe.errors import ConfigError, InputError, OledMoeError
 
 if TYPE_CHECKING:
     from oled_moe.bench import BenchReport, Prompt
@@ -138,7 +138,7 @@ class BenchFlags:
             "--prompts",
             metavar="PATH",
             help="Text: one prompt a line. .jsonl: objects with prompt or prompt_ids. "
-            "Default: the bundled questions for demo, else a small built-in set.",
+            "Default: the bundled questions for demo and its packs, else a small built-in set.",
         ),
     ] = None
     num_prompts: Annotated[
@@ -236,7 +236,7 @@ def bench(
         _check_writable(path)
     check_int("num-prompts", _or(bench.num_prompts, DEFAULT_NUM_PROMPTS), minimum=1)
     check_int("warmup", _or(bench.warmup, DEFAULT_NUM_WARMUP), minimum=0)
-    chosen = _choose_prompts(model, bench)
+    chosen = choose_prompts(model, bench)
     with status_line() as say:
         say("loading torch")
         from oled_moe.bench import run_bench
@@ -317,7 +317,7 @@ def _check_writable(path: Path | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class ChosenPrompts:
     """Prompts to measure and to warm up with, and where they come from."""
 
     prompts: "Sequence[Prompt]"
@@ -325,14 +325,14 @@ class _Chosen:
     words: str
 
 
-def _choose_prompts(model: str, bench: BenchFlags) -> _Chosen:
+def choose_prompts(model: str, bench: BenchFlags) -> ChosenPrompts:
     """Measured prompts first; warm-up takes others where there are any."""
     num_prompts = _or(bench.num_prompts, DEFAULT_NUM_PROMPTS)
     num_warmup = _or(bench.warmup, DEFAULT_NUM_WARMUP)
     pool: Sequence[Prompt]
     if bench.prompts is not None:
         pool, words = read_prompts(bench.prompts), str(bench.prompts)
-    elif model == "demo":
+    elif _is_demo(model):
         pool, words = _demo_questions(), "bundled questions, not seen in training"
     else:
         pool, words = BUILT_IN_PROMPTS, "built-in set"
@@ -344,7 +344,21 @@ def _choose_prompts(model: str, bench: BenchFlags) -> _Chosen:
         num_prompts = len(pool)
     others = pool[num_prompts:] or pool
     warmup = [others[i % len(others)] for i in range(num_warmup)]
-    return _Chosen(pool[:num_prompts], warmup, f"{count(num_prompts, 'prompt')}, {words}")
+    return ChosenPrompts(pool[:num_prompts], warmup, f"{count(num_prompts, 'prompt')}, {words}")
+
+
+def _is_demo(model: str) -> bool:
+    """Whether it is the bundled model or a pack of it: what it was trained to answer is known."""
+    from oled_moe.model_paths import DEMO_MODEL, find_model
+
+    # Sizes and words of a model; packing copies both as they are, whatever it does to weights.
+    names, demo = ("config.json", "tokenizer.json"), find_model(DEMO_MODEL)
+    try:
+        path = find_model(model)
+        return all((path / name).read_bytes() == (demo / name).read_bytes() for name in names)
+    except (OSError, OledMoeError):
+        # Opening it says what is wrong with it.
+        return False
 
 
 def _demo_questions() -> list[str]:
