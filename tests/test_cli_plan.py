@@ -376,6 +376,20 @@ def test_advice_works_when_followed(run: Run) -> None:
     assert run(*flags, "--experts-per-layer", advised)[0] == 0
 
 
+def test_advice_is_a_size_and_a_flag_that_plan_has(run: Run) -> None:
+    code, out, _ = run("plan", "demo", "--memory", "60MiB", "--json")
+    remedy = strict(out)["fit"]["remedy"]
+    assert code == 4
+    advised = re.search(r"raise memory to (\d+MiB) or more", remedy)
+    assert advised is not None
+    # The process itself may have grown by then.
+    assert run("plan", "demo", "--memory", advised[1], "--max-model-len", "64")[0] == 0
+    code, out, _ = run("plan", "demo", "--ram", "1MiB", "--json")
+    remedy = strict(out)["fit"]["remedy"]
+    assert code == 4 and "lower max_model_len" in remedy
+    assert "force" not in remedy and "max_num_seqs" not in remedy
+
+
 @pytest.mark.parametrize(
     ("flags", "number"),
     [

@@ -148,7 +148,7 @@ def test_list_names_every_policy(run: Run) -> None:
         (("--experts-per-layer", "many"), 2, "write a number"),
         (("--experts-per-layer", "nan"), 2, "allowed: 0 to 8"),
         (("--experts-per-layer", 1, "--expert-memory", "50%"), 2, "give one of them"),
-        (("--expert-memory", "1"), 4, "raise it to 1000 bytes"),
+        (("--expert-memory", "1"), 4, "raise it to 1000B"),
         (("--hardware", "abacus"), 3, "known: h200"),
         (("--staging", -1), 2, "num_staging"),
         (("--warmup-requests", 3), 2, "0 to 2"),

@@ -16,6 +16,7 @@ from oled_moe.config import (
     format_size,
     parse_size,
     sampling_from_generation_config,
+    size_to_type,
 )
 from oled_moe.errors import ConfigError, OledMoeError
 
@@ -445,6 +446,15 @@ def test_any_text_is_a_size_or_a_config_error(text: str) -> None:
         assert str(error).startswith("memory is ")
     else:
         assert isinstance(num_bytes, int) and num_bytes >= 0
+
+
+@given(st.integers(0, 10**15))
+def test_sizes_to_type_are_within_a_hundredth(num_bytes: int) -> None:
+    least, most = size_to_type(num_bytes), size_to_type(num_bytes, is_most=True)
+    assert " " not in least + most
+    assert num_bytes <= parse_size("x", least) <= 1.01 * num_bytes
+    assert num_bytes >= parse_size("x", most) >= 0.99 * num_bytes
+    assert size_to_type(291_400_576) == "278MiB"
 
 
 @given(st.integers(0, 2**50))

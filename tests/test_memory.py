@@ -115,7 +115,7 @@ def test_too_little_for_one_expert() -> None:
     for asked in (0, MIB - 1, "0%", "1%"):
         with pytest.raises(DoesNotFitError, match="expert_memory is ") as error:
             plan_of(EngineConfig(expert_memory=asked))
-        least = number_in(r"raise it to (\d+)", str(error.value))
+        least = number_in(r"raise it to (\w+)", str(error.value))
         assert plan_of(EngineConfig(expert_memory=least)).num_staging == 1
 
 
@@ -124,7 +124,7 @@ def test_memory_too_small_says_how_much_is_needed(dense_bytes: int) -> None:
     model = replace(MODEL, dense_bytes=dense_bytes)
     with pytest.raises(DoesNotFitError, match="^memory is ") as error:
         plan_memory(EngineConfig(memory=1), SHAPE, model, usable_bytes=PLENTY)
-    least = number_in(r"raise memory to (\d+)", str(error.value))
+    least = number_in(r"raise memory to (\w+)", str(error.value))
     plan = plan_memory(EngineConfig(memory=least), SHAPE, model, usable_bytes=PLENTY)
     assert plan.num_staging == 1 and plan.num_slots == 0
 
@@ -166,10 +166,10 @@ def test_advice_works_when_followed(shape: MoeShape, usable: int, name: str) -> 
         return
     if "instead of experts_per_layer" in text:
         name = "expert_memory"
-        number = number_in(r"give expert_memory (\d+)", text)
+        number = number_in(r"give expert_memory (\w+)", text)
     else:
-        number = number_in(rf"lower {name} to ([\d.]+)", text)
-    value = float(number) if name == "experts_per_layer" else int(number)
+        number = number_in(rf"lower {name} to ([\w.]+)", text)
+    value = float(number) if name == "experts_per_layer" else number
     plan_memory(EngineConfig(**{name: value}), shape, MODEL, usable_bytes=usable)
 
 

@@ -21,7 +21,7 @@ from oled_moe.cli_shared import (
     wrapped,
 )
 from oled_moe.cli_text import percent, seconds
-from oled_moe.config import format_size, parse_size
+from oled_moe.config import format_size, parse_size, size_to_type
 from oled_moe.errors import ConfigError, DoesNotFitError, OledMoeError
 from oled_moe.registry import parse_spec
 
@@ -206,7 +206,8 @@ def _sizes(trace: "RoutingTrace", flags: SimulateFlags) -> list[_Size]:
     if budget < shape.expert_bytes:
         raise DoesNotFitError(
             f"expert-memory is {format_size(budget)} and one expert takes "
-            f"{format_size(shape.expert_bytes)}; raise it to {shape.expert_bytes} bytes or more"
+            f"{format_size(shape.expert_bytes)}; raise it to "
+            f"{size_to_type(shape.expert_bytes)} or more"
         )
     num_slots, num_staging = slots_of_budget(budget, shape)
     return [_Size(num_slots, num_staging if flags.staging is None else flags.staging)]

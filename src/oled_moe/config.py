@@ -134,6 +134,16 @@ def format_size(num_bytes: float) -> str:
     return f"{size:.1f} TiB"
 
 
+def size_to_type(num_bytes: int, *, is_most: bool = False) -> str:
+    """A size as flags take it, `278MiB`: at least `num_bytes` and less than 1 % more, or with
+    `is_most` at most that and less than 1 % less."""
+    for unit in ("TIB", "GIB", "MIB", "KIB"):
+        count = num_bytes // _UNITS[unit] if is_most else -(-num_bytes // _UNITS[unit])
+        if num_bytes >= 100 * _UNITS[unit]:
+            return f"{count}{unit.replace('IB', 'iB')}"
+    return f"{num_bytes}B"
+
+
 def check_int(
     field: str, value: object, *, minimum: int, maximum: int | None = None, hint: str = ""
 ) -> None:

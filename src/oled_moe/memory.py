@@ -8,11 +8,13 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from oled_moe.config import EngineConfig, format_size, parse_size
+from oled_moe.config import EngineConfig, format_size, parse_size, size_to_type
 from oled_moe.errors import DoesNotFitError
 from oled_moe.sizing import slots_of_budget, slots_of_layers, staging_beside
 from oled_moe.types import MoeShape
 
+# How errors end where an engine was to be opened.
+FORCE_ADVICE = "or pass force to try all the same"
 # Of free memory, what an engine takes when it was given no budget.
 SHARE_OF_FREE = 0.8
 # Of a GPU's memory: CUDA's own context, kernels' workspaces, and what allocation loses.
@@ -248,7 +250,7 @@ def plan_memory(
         raise DoesNotFitError(
             f"the plan needs {format_size(extra_bytes)} more memory {place}and "
             f"{format_size(usable_bytes)} are free: {_remedy(config, plan, usable_bytes)}, "
-            "or pass force to try all the same"
+            f"{FORCE_ADVICE}"
         )
     return plan
 
@@ -266,7 +268,8 @@ def _divided(
             f"expert slots may take {format_size(budget_bytes)}, and low-precision slots take "
             f"{format_size(low.total_bytes)} of it, which leaves no room for one expert of "
             f"{format_size(shape.expert_bytes)}; raise it to "
-            f"{low.total_bytes + shape.expert_bytes} bytes or more, or lower slots of lossy mixed"
+            f"{size_to_type(low.total_bytes + shape.expert_bytes)} or more, or lower slots of "
+            "lossy mixed"
         )
     return MemoryPlan(model, shape, *slots_of_budget(left, shape), low)
 
@@ -285,7 +288,8 @@ def _expert_budget(
         if budget < shape.expert_bytes:
             raise DoesNotFitError(
                 f"expert_memory is {format_size(budget)} and one expert takes "
-                f"{format_size(shape.expert_bytes)}; raise it to {shape.expert_bytes} bytes or more"
+                f"{format_size(shape.expert_bytes)}; raise it to "
+                f"{size_to_type(shape.expert_bytes)} or more"
             )
         return budget
     if config.memory is not None:
@@ -296,11 +300,17 @@ def _expert_budget(
             raise DoesNotFitError(
                 f"memory is {format_size(memory)}, but everything except expert slots takes "
                 f"{format_size(model.total_bytes)} and one slot {format_size(shape.expert_bytes)}; "
-                f"raise memory to {least} bytes or more, or lower max_model_len"
+                f"raise memory to {size_to_type(least)} or more, or lower max_model_len"
             )
         return budget
     others = model.total_bytes - model.process_bytes
     return max(shape.expert_bytes, int(share_of_free * usable_bytes) - others)
+
+
+def _most(most_bytes: int, least_bytes: int) -> str:
+    """A size to type between the two; exact where round ones are less than is needed."""
+    text = size_to_type(most_bytes, is_most=True)
+    return text if parse_size("", text) >= least_bytes else f"{most_bytes}B"
 
 
 def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int) -> str:
@@ -308,16 +318,19 @@ def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int) -> str:
     model, shape = plan.model, plan.shape
     left = usable_bytes - (model.total_bytes - model.process_bytes)
     if left < shape.expert_bytes:
+        lengths = "max_model_len or max_num_seqs" if config.max_num_seqs > 1 else "max_model_len"
         return (
-            "even one expert slot does not fit beside the rest of the model; lower max_model_len "
-            "or max_num_seqs, close other programs"
+            f"even one expert slot does not fit beside the rest of the model; lower {lengths}, "
+            "close other programs"
         )
+    least = plan.low_bytes + shape.expert_bytes
     if config.memory is not None:
-        return f"lower memory to {left + model.total_bytes} bytes"
+        others = model.total_bytes
+        return f"lower memory to {_most(left + others, least + others)}"
     if config.experts_per_layer is None:
-        return f"lower expert_memory to {left} bytes"
+        return f"lower expert_memory to {_most(left, least)}"
     num_free = max(0, left - plan.low_bytes) // shape.expert_bytes
     fitting = [n for n in range(num_free + 1) if n + staging_beside(n, shape) <= num_free]
     if not fitting:
-        return f"give expert_memory {left} bytes instead of experts_per_layer"
+        return f"give expert_memory {_most(left, least)} instead of experts_per_layer"
     return f"lower experts_per_layer to {fitting[-1] / shape.num_layers:.6g}"

@@ -53,6 +53,7 @@ from oled_moe.errors import (
 from oled_moe.hardware import load_hardware
 from oled_moe.machine import machine_facts, usable_memory_bytes
 from oled_moe.memory import (
+    FORCE_ADVICE,
     SHARE_OF_FREE,
     SYSTEM_RESERVE_BYTES,
     GpuMemoryPlan,
@@ -587,7 +588,9 @@ def outlook(
     try:
         plan = plan_for(model, config, machine, hardware)
     except DoesNotFitError as error:
-        fit = Fit("does not fit", f"It does not fit: {error}.", str(error), None)
+        # Commands that only look ahead have no --force.
+        why = str(error).replace(f", {FORCE_ADVICE}", "")
+        fit = Fit("does not fit", f"It does not fit: {why}.", why, None)
         return Outlook(model, machine, config, hardware, hardware_source, fit, None)
     prediction = predict(
         model.sizes,
@@ -717,7 +720,8 @@ def _how_to_keep(active: float, slots: MemoryPlan, config: EngineConfig, machine
     if config.memory is not None:
         return f"raise memory by {more}"
     if machine.gpu_bytes is not None:
-        return f"raise gpu-memory by {more}"
+        is_flag = machine.is_imagined
+        return f"raise gpu-memory by {more}" if is_flag else f"free {more} more GPU memory"
     # Without a budget the engine takes a share of what is free.
     more = format_size(more_bytes / SHARE_OF_FREE)
     return f"raise ram by {more}" if machine.is_imagined else f"free {more} more RAM"
@@ -746,10 +750,11 @@ def _fit(
             f"{_how_to_keep(active, slots, config, machine)} to keep them all"
         )
     if isinstance(plan, GpuMemoryPlan) and plan.num_on_disk:
-        more = plan.num_on_disk * shape.expert_bytes
+        more = format_size(plan.num_on_disk * shape.expert_bytes)
+        remedy = f"raise ram by {more}" if machine.is_imagined else f"free {more} more RAM"
         advice.append(
-            f"{plan.num_on_disk} experts do not fit into RAM and stay on disk: raise ram by "
-            f"{format_size(more)} to hold them"
+            f"{plan.num_on_disk} experts do not fit into RAM and stay on disk: {remedy} to hold "
+            "them"
         )
     if advice:
         remedy = "; ".join(advice)
