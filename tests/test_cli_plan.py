@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from oled_moe import cli, measuring, outlook, prediction, profiler
-from oled_moe.cli_plan import print_outlook
+from oled_moe.cli_plan import PlanFlags, print_outlook
 from oled_moe.config import EngineConfig
 from oled_moe.costs import DEFAULT_PROFILE
 from oled_moe.errors import CheckpointError, ConfigError, ModelNotFoundError
@@ -24,7 +24,7 @@ from oled_moe.inspection import measure_software
 from oled_moe.model_paths import find_model
 from oled_moe.models import FAMILIES
 from oled_moe.outlook import Machine, imagine, open_sizes, plan_for
-from oled_moe.packing import pack_checkpoint
+from oled_moe.packing import pack_checkpoint, plan_pack
 from oled_moe.random_checkpoint import checkpoint_shards
 from oled_moe.shapes import SHAPES
 
@@ -264,11 +264,33 @@ def test_every_command_takes_a_pack(run: Run, quick_doctor: None, packs: Path) -
 
 def test_forms_that_no_kernel_reads_or_a_pack_has_not_are_bad_input(run: Run, packs: Path) -> None:
     for model, form, words in (
-        ("demo", "int5", "dtype: 'int5' is no quantised form; allowed: int8 or int4"),
+        ("demo", "int5", "dtype is 'int5'; allowed: bfloat16 or bf16, float16, float32; for expe"),
+        ("demo", "nonsense", "float32; for experts int8 or int4, then -row, -g32"),
         (str(packs / "int4"), "int8", "is packed as int4-g64; leave dtype out"),
     ):
         code, out, err = run("plan", model, "--dtype", form)
         assert code == 2 and out == "" and words in err and err.count("\n") == 1
+
+
+def test_bf16_and_bfloat16_are_one() -> None:
+    assert EngineConfig(dtype="bf16") == EngineConfig(dtype="bfloat16")
+    assert PlanFlags(dtype="bf16").config().dtype == "bfloat16"
+
+
+def test_int8_is_said_to_be_rounded_to_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype is 'float32'; allowed: bfloat16 or bf16, int8"):
+        pack_checkpoint("demo", tmp_path / "none", dtype="float32")
+    source = find_model("demo")
+    for form, method, words in (
+        ("int8", None, "rounded to the nearest"),
+        ("int8", "searched", "rounded to the nearest"),
+        ("int4", None, "rounded by searched"),
+        ("int4", "nearest", "rounded to the nearest"),
+    ):
+        job = plan_pack(source, form, wanted_method=method)
+        job.close()
+        # What the manifest says is the method that was asked for, as before.
+        assert job.rounding == words and job.method == (method or "searched")
 
 
 # Names without files

@@ -183,10 +183,11 @@ def test_interrupted_while_packing_it_says_how_to_go_on(
     ("arguments", "exit_code", "words"),
     [
         (["some/tiny", "--out", "x"], 2, "with --pack"),
-        (["some/tiny", "--pack", "int3"], 2, "dtype: "),
+        (["some/tiny", "--pack", "int3"], 2, "pack is 'int3'; allowed: bfloat16 or bf16, int8"),
         (["demo"], 2, "comes with the program"),
         (["."], 2, "is a directory here"),
         (["tiny"], 2, "ORG/NAME"),
+        (["no/such", "--pack", "int5"], 2, "pack is 'int5'"),
         (["no/such"], 3, "no/such is not on"),
         (["some/tiny", "--revision", "v9"], 3, "no revision 'v9'"),
         (["some/tiny", "--token", " "], 2, "copy it again"),

@@ -274,7 +274,7 @@ def test_wider_forms_stand_for_the_same_values(case: str, form: str, tmp_path: P
         ("gptq bf16", {"dtype": "int4-g64-asym"}, "int4-g64-asym does not hold"),
         ("compressed 8 bits", {"dtype": "int4"}, "int4-g64 does not hold int8-g32"),
         ("gptq bf16", {"dtype": "int4", "method": "searched"}, "rounded by searched"),
-        ("gptq bf16", {"dtype": "int4-g32-asym", "method": "nearest"}, "rounded by nearest"),
+        ("gptq bf16", {"dtype": "int4-g32-asym", "method": "nearest"}, "rounded to the nearest"),
     ],
 )
 def test_rounded_anew_where_the_form_or_the_method_says_so(

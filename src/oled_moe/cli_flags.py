@@ -18,7 +18,7 @@ from oled_moe.config import (
     CANVAS_CACHES,
     CONFIDENCES,
     DEVICES,
-    DTYPES,
+    DTYPE_WORDS,
     EngineConfig,
     SamplingParams,
 )
@@ -147,7 +147,7 @@ class EngineFlags:
     ] = False
     dtype: Annotated[
         str | None,
-        _engine("--dtype", metavar="NAME", help=f"{', '.join(DTYPES)}; default: as stored."),
+        _engine("--dtype", metavar="NAME", help=f"{DTYPE_WORDS}; default: as stored."),
     ] = None
     hardware: Annotated[
         Path | None,

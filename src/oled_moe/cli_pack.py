@@ -37,8 +37,8 @@ class PackFlags:
         flag(
             "--dtype",
             metavar="NAME",
-            help="Experts as bf16, int8 or int4; or int8-row, int4-g32, int4-g64-asym and so on; "
-            "default: as stored.",
+            help="Experts as bfloat16 or bf16, int8 or int4; or int8-row, int4-g32, int4-g64-asym "
+            "and so on; default: as stored.",
         ),
     ] = None
     method: Annotated[
@@ -46,8 +46,8 @@ class PackFlags:
         flag(
             "--method",
             metavar="NAME",
-            help="How int8 and int4 are rounded: searched or nearest; default: searched, or not at "
-            "all where MODEL has such codes already.",
+            help="How int4 is rounded: searched or nearest, int8 by either to the nearest; "
+            "default: searched, or not at all where MODEL has such codes already.",
         ),
     ] = None
     dense_dtype: Annotated[
@@ -55,7 +55,8 @@ class PackFlags:
         flag(
             "--dense-dtype",
             metavar="NAME",
-            help="All that is no expert as bf16; default: as stored. Routers stay as they are.",
+            help="All that is no expert as bfloat16 or bf16; default: as stored. Routers stay as "
+            "they are.",
         ),
     ] = None
 

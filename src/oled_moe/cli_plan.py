@@ -31,7 +31,7 @@ from oled_moe.cli_shared import (
     wrapped,
 )
 from oled_moe.cli_text import Rows, checkup_rows, disk_rows, memory_rows, percent, seconds
-from oled_moe.config import DTYPES, EngineConfig, format_size, parse_size
+from oled_moe.config import BF16, DTYPE_WORDS, DTYPES, EngineConfig, format_size, parse_size
 from oled_moe.errors import ConfigError, DoesNotFitError
 from oled_moe.shapes import SHAPES
 
@@ -67,7 +67,7 @@ class PlanFlags:
         flag(
             "--dtype",
             metavar="NAME",
-            help=f"{', '.join(DTYPES)}, or int8, int4 and so on for experts as `oled-moe pack` "
+            help=f"{DTYPE_WORDS}, or int8, int4 and so on for experts as `oled-moe pack` "
             "would make them; default: as stored.",
         ),
     ] = None
@@ -97,7 +97,7 @@ class PlanFlags:
     @property
     def form(self) -> str | None:
         """The quantised form that dtype names; None where it names what is computed in."""
-        return self.dtype if self.dtype is not None and self.dtype.startswith("int") else None
+        return None if self.dtype in (None, BF16, *DTYPES) else self.dtype
 
     def config(self, *, threads: int | None = None) -> EngineConfig:
         """The engine's configuration but for the device. Raises: ConfigError naming the field."""

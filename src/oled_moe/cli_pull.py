@@ -61,8 +61,8 @@ def pull(
         flag(
             "--pack",
             metavar="NAME",
-            help="Pack while it comes, with experts as bf16, int8, int4 and so on; no file of "
-            "weights stays.",
+            help="Pack while it comes, with experts as bfloat16 or bf16, int8, int4 and so on; "
+            "no file of weights stays.",
         ),
     ] = None,
     out: Annotated[
@@ -84,6 +84,12 @@ def pull(
     _refuse_local(model)
     if out is not None and dtype is None:
         raise ConfigError(f"out is {str(out)!r} and nothing is packed; allowed: with --pack")
+    if dtype is not None:
+        with status_line(is_quiet=is_quiet) as say:
+            say("loading torch")
+            from oled_moe.packing import check_dtype
+
+        check_dtype(dtype, "pack")
     from oled_moe.hub_cache import default_hub_cache
     from oled_moe.hub_client import HubClient
 
@@ -160,7 +166,6 @@ def _pull_pack(
     is_quiet: bool,
     say: Callable[[str], None],
 ) -> "PulledPack":
-    say("loading torch")
     from oled_moe.hub_packing import pull_pack
     from oled_moe.inspection import check_config
 

@@ -18,6 +18,9 @@ from oled_moe.reference_arguments import sampling_values
 
 DEVICES = ("cpu", "cuda", "emulated")
 DTYPES = ("bfloat16", "float16", "float32")
+# What `bf16` means wherever a dtype may be given, and how all are listed.
+BF16 = "bf16"
+DTYPE_WORDS = ", ".join(("bfloat16 or bf16", *DTYPES[1:]))
 # More than any machine has cores; far more threads than that cannot even be started.
 _MAX_THREADS = 1024
 ALGORITHMS = (
@@ -171,6 +174,13 @@ def check_choice(field: str, value: object, choices: Sequence[str]) -> None:
         raise ConfigError(f"{field} is {value!r}; allowed: {', '.join(choices)}")
 
 
+def dtype_name(value: object) -> str:
+    """A name of `DTYPES`, of what may be `bf16` too. Raises: ConfigError."""
+    if not isinstance(value, str) or value not in (BF16, *DTYPES):
+        raise ConfigError(f"dtype is {value!r}; allowed: {DTYPE_WORDS}")
+    return DTYPES[0] if value == BF16 else value
+
+
 def check_flag(field: str, value: object) -> None:
     """Raise ConfigError unless `value` is True or False."""
     if not isinstance(value, bool):
@@ -186,15 +196,15 @@ class EngineConfig:
     for everything: weights, K/V, activations, slots) may be given; without any, the engine takes
     what the machine has to spare. `policy` is `NAME[:key=value,...]`, an `OffloadPolicy`, or None
     for what suits the model's family, most often `oled`; `hardware` a `HardwareProfile`, the path
-    of one, or None for what `doctor` stored, else a built-in guess. `dtype` None keeps the stored
-    one. `cpu_experts` False turns CPU execution of missing experts off. `threads` None is torch's
-    own number, or 1 where experts are so small that more would only wait. `force` loads even where
-    the memory plan exceeds what is free. `cuda_graphs`, on `cuda` alone, records the parts of
-    layers between attention and experts where that is measured to be faster. `lossy`,
-    `NAME[:key=value,...]`, is a rule by which the tokens of a block share experts, or, `mixed`, by
-    which missing experts that matter little come from `low_precision`, a pack of the same model in
-    int8 or int4: answers are no longer the model's own (lossy.py), and by `resident` and `mixed`
-    they depend on what is in memory.
+    of one, or None for what `doctor` stored, else a built-in guess. `dtype` is one of
+    `DTYPES` or `bf16`; None keeps the stored one. `cpu_experts` False turns CPU execution of
+    missing experts off. `threads` None is torch's own number, or 1 where experts are so small that
+    more would only wait. `force` loads even where the memory plan exceeds what is free.
+    `cuda_graphs`, on `cuda` alone, records the parts of layers between attention and experts where
+    that is measured to be faster. `lossy`, `NAME[:key=value,...]`, is a rule by which the tokens of
+    a block share experts, or, `mixed`, by which missing experts that matter little come from
+    `low_precision`, a pack of the same model in int8 or int4: answers are no longer the model's own
+    (lossy.py), and by `resident` and `mixed` they depend on what is in memory.
 
     Raises: ConfigError for a field outside its range.
     """
@@ -242,12 +252,12 @@ class EngineConfig:
         self._check_low_precision()
         if isinstance(self.dtype, str) and self.dtype.startswith("int"):
             raise ConfigError(
-                f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}; experts become whole "
+                f"dtype is {self.dtype!r}; allowed: {DTYPE_WORDS}; experts become whole "
                 f"numbers when they are packed: oled-moe pack MODEL OUT --dtype {self.dtype}, then "
                 "name OUT as the model"
             )
         if self.dtype is not None:
-            check_choice("dtype", self.dtype, DTYPES)
+            object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, minimum=1)
         check_int("max_num_seqs", self.max_num_seqs, minimum=1)

@@ -16,6 +16,7 @@ import torch
 from oled_moe.checkpoint import INDEX_NAME, Checkpoint
 from oled_moe.config import (
     DEFAULT_RENOISING_STEPS,
+    DTYPE_WORDS,
     DTYPES,
     ONE_BLOCK_ALGORITHMS,
     EngineConfig,
@@ -73,7 +74,7 @@ from oled_moe.prediction import (
     Residency,
     predict,
 )
-from oled_moe.quantization import QuantSpec
+from oled_moe.quantization import FORM_WORDS, QuantSpec
 from oled_moe.shapes import SHAPES, find_shape, shape_name
 from oled_moe.store import ExpertLayout, ExpertPart
 from oled_moe.synthesis import MAX_BLOCK_LENGTH
@@ -129,8 +130,10 @@ def open_sizes(
         return opened
     try:
         spec = QuantSpec.parse(form)
-    except ConfigError as error:
-        raise ConfigError(f"dtype: {error}, or bfloat16, float16, float32") from None
+    except ConfigError:
+        raise ConfigError(
+            f"dtype is {form!r}; allowed: {DTYPE_WORDS}; for experts {FORM_WORDS}"
+        ) from None
     return _as_pack(opened, spec)
 
 

@@ -42,7 +42,7 @@ from oled_moe.packs import (
     experts_name,
     layout_to_dict,
 )
-from oled_moe.quantization import DEFAULT_SPECS, METHODS, QuantSpec, quantize
+from oled_moe.quantization import DEFAULT_SPECS, FORM_WORDS, METHODS, QuantSpec, quantize
 from oled_moe.store import (
     PAGE_BYTES,
     DiskExpertStore,
@@ -239,10 +239,11 @@ def _target(
                 form,
             )
             return _Target(None, None, f"decoded from {checkpoint.encoding}: {form}")
-        return _Target(quant, DEFAULT_METHOD, f"{DEFAULT_METHOD}, not as stored: {spec}")
+        words = _rounding_words(quant, DEFAULT_METHOD)
+        return _Target(quant, DEFAULT_METHOD, f"{words}, not as stored: {spec}")
     if quant is not None:
         method = wanted_method or DEFAULT_METHOD
-        return _Target(quant, method, f"rounded by {method}")
+        return _Target(quant, method, _rounding_words(quant, method))
     return _Target(None, None, "as stored" if dtype is None else f"as {dtype}")
 
 
@@ -271,23 +272,32 @@ def _form_within(form: StoredForm, dtype: str | None, quant: QuantSpec | None) -
     return quant if form.within(quant) else f"{quant} does not hold {form.spec}"
 
 
+def _rounding_words(quant: QuantSpec, method: str) -> str:
+    """What is done; of 8 bits no method makes more than the nearest (quantization.py)."""
+    if quant.bits == 8 or method == "nearest":
+        return "rounded to the nearest"
+    return f"rounded by {method}"
+
+
 def _kept_words(encoding: str, form: StoredForm) -> str:
     if not form.rounded:
         return f"codes and scales as stored ({encoding})"
     return f"codes as stored ({encoding}), scales rounded from {' and '.join(form.rounded)} to bf16"
 
 
-def check_dtype(dtype: str) -> None:
-    """Raises: ConfigError for what experts cannot become."""
+def check_dtype(dtype: str, field: str = "dtype") -> None:
+    """Raises: ConfigError, naming `field`, for what experts cannot become."""
     if dtype not in FLOAT_DTYPES:
-        _parse_form(dtype)
+        _parse_form(dtype, field)
 
 
-def _parse_form(dtype: str) -> QuantSpec:
+def _parse_form(dtype: str, field: str = "dtype") -> QuantSpec:
     try:
         return QuantSpec.parse(dtype)
-    except ConfigError as error:
-        raise ConfigError(f"dtype: {error}; or bf16, or none to keep what is stored") from None
+    except ConfigError:
+        raise ConfigError(
+            f"{field} is {dtype!r}; allowed: bfloat16 or bf16, {FORM_WORDS}"
+        ) from None
 
 
 def _dense_dtype(record: TensorRecord, wanted: str | None) -> torch.dtype:

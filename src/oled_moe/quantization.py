@@ -31,6 +31,8 @@ _STEP_BYTES = PANEL * 4
 GROUP_SIZES = (32, 64, 128)
 # Shares of a group's range that are tried.
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
+# What `QuantSpec.parse` takes.
+FORM_WORDS = "int8 or int4, then -row, -g32, -g64 or -g128, then -asym, as in int4-g64-asym"
 _FORM = re.compile(r"int([48])(?:-(row|g\d+))?(-asym)?")
 
 
@@ -65,10 +67,7 @@ class QuantSpec:
             return DEFAULT_SPECS[text]
         found = _FORM.fullmatch(text)
         if found is None:
-            raise ConfigError(
-                f"{text!r} is no quantised form; allowed: int8 or int4, -row or -g32, -g64, -g128, "
-                "and -asym, as in int4-g64-asym"
-            )
+            raise ConfigError(f"{text!r} is no quantised form; allowed: {FORM_WORDS}")
         bits, group, asymmetric = found.groups()
         if group is None:
             default = DEFAULT_SPECS[f"int{bits}"]

@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 )
 
 from oled_moe.checkpoint import Checkpoint, read_weights
-from oled_moe.config import DTYPES, check_choice
+from oled_moe.config import dtype_name
 from oled_moe.errors import CheckpointError, ConfigError
 from oled_moe.integrations.expert_modules import (
     WEIGHTS,
@@ -176,8 +176,7 @@ def _class_of(config: Any) -> Any:
 def _dtype_of(value: torch.dtype | str | None) -> torch.dtype | None:
     if value is None:
         return None
-    name = str(value).removeprefix("torch.")
-    check_choice("dtype", name, DTYPES)
+    name = dtype_name(str(value).removeprefix("torch."))
     found: torch.dtype = getattr(torch, name)
     return found
 
