@@ -292,6 +292,15 @@ def test_linear_is_near_float64(
     assert torch.equal(bits(narrow), bits(wide.to(torch.bfloat16)))
 
 
+def test_threads_are_for_work_not_for_bytes() -> None:
+    """A small matrix is worth a second thread once many rows make it much work."""
+    small, large = 64 * 1024, 1024 * 1024
+    assert native.worthwhile_threads(small, 2) == native.worthwhile_threads(small, 2, 32) == 1
+    assert native.worthwhile_threads(small, 2, 256) == 2
+    assert native.worthwhile_threads(large, 2) == native.worthwhile_threads(large, 2, 0.5) == 2
+    assert native.worthwhile_threads(large, 1, 256) == 1
+
+
 @each_isa
 def test_rounding_of_special_values(isa: str) -> None:
     values = [0.0, -0.0, 1.0, 3.0e38, 3.4e38, float("inf"), -float("inf"), float("nan")]

@@ -92,7 +92,10 @@ class CpuExpertKernel:
         ends: IntArray,
     ) -> None:
         most = native.num_threads if self._num_threads is None else self._num_threads
-        num_threads = worthwhile_threads(len(slots) * arena.layout.weight_bytes, most)
+        num_bytes = len(slots) * arena.layout.weight_bytes
+        num_threads = worthwhile_threads(
+            num_bytes, most, (ends - starts).sum() / max(1, len(slots))
+        )
         native.experts(arena, rows_ND, out_ND, slots, starts, ends, num_threads)
 
 

@@ -69,11 +69,12 @@ def _native_linear(
 ) -> Tensor:
     num_outputs, num_inputs = weight_OD.shape
     out_TO = torch.empty(*x_TD.shape[:-1], num_outputs, dtype=dtype)
+    rows_NI = x_TD.reshape(-1, num_inputs).contiguous()
     native.linear(
-        x_TD.reshape(-1, num_inputs).contiguous(),
+        rows_NI,
         weight_OD,
         None if bias_O is None else bias_O.contiguous(),
         out_TO.view(-1, num_outputs),
-        worthwhile_threads(weight_OD.nbytes, native.num_threads),
+        worthwhile_threads(weight_OD.nbytes, native.num_threads, len(rows_NI)),
     )
     return out_TO

@@ -75,11 +75,14 @@ enum { ERROR_NONE = 0, ERROR_MEMORY = -1, ERROR_ISA = -2 };
 #define MAX_TASK_BYTES (512 * 1024)
 #define MIN_TASK_BYTES (128 * 1024)
 #define TASKS_PER_THREAD 8
+/* Rows whose products with a weight take about as long as reading it from memory. */
+#define ROWS_OF_A_READ 8
 #define AHEAD_BYTES (16 * 1024)
 /* Bytes that the hidden rows of the experts of one round may take. */
 #define MAX_HIDDEN_BYTES (8 * 1024 * 1024)
 #define MAX_THREADS 256
 #define SPIN_NS 20000
+#define YIELD_NS 200000
 
 /* How weights are quantised: `bits` of a code (0: they are bfloat16), weights of a `group` (0: a
  * whole row), and whether groups have zeros of their own. */
@@ -248,19 +251,42 @@ INLINE void store_f32_block(float *out, size_t stride, const float *results, con
 #define LANES 32
 #define CHUNK 1024
 
+/* The sum of LANES partial sums, by halves: one after the other they are a chain that takes longer
+ * than what they are sums of. Halves are constants, so that they stay in registers. */
+#define FOLD(half) for (int l = 0; l < half; l++) x[l] += x[l + half];
+INLINE float sum_of_lanes(float *x) {
+    FOLD(16) FOLD(8) FOLD(4) FOLD(2)
+    return x[0] + x[1];
+}
+#undef FOLD
+
+#define FOLD(half)                                                                                 \
+    for (int l = 0; l < half; l++) x[l] = x[l + half] > x[l] ? x[l + half] : x[l];
+INLINE float largest_of_lanes(float *x) {
+    FOLD(16) FOLD(8) FOLD(4) FOLD(2) FOLD(1)
+    return x[0];
+}
+#undef FOLD
+
+INLINE void combine_lanes(float *total, const uint16_t *rows, size_t width, size_t count,
+                          const int64_t *places, const float *weights, int num_places) {
+    float sums[LANES] = {0};
+    for (int j = 0; j < num_places; j++) {
+        uint16_t values[LANES] = {0};
+        memcpy(values, rows + (size_t)places[j] * width, count * sizeof(uint16_t));
+        for (int l = 0; l < LANES; l++) sums[l] += widen(values[l]) * weights[j];
+    }
+    memcpy(total, sums, count * sizeof(float));
+}
+
 /* total = sum of weights[j] * rows[places[j]], in that order. */
 INLINE void combine_rows(float *total, const uint16_t *rows, size_t width, const int64_t *places,
                          const float *weights, int num_places) {
-    for (size_t i = 0; i < width; i += LANES) {
-        size_t count = width - i < LANES ? width - i : LANES;
-        float sums[LANES] = {0};
-        for (int j = 0; j < num_places; j++) {
-            uint16_t values[LANES] = {0};
-            memcpy(values, rows + (size_t)places[j] * width + i, count * sizeof(uint16_t));
-            for (int l = 0; l < LANES; l++) sums[l] += widen(values[l]) * weights[j];
-        }
-        memcpy(total + i, sums, count * sizeof(float));
-    }
+    size_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        combine_lanes(total + i, rows + i, width, LANES, places, weights, num_places);
+    if (i < width)
+        combine_lanes(total + i, rows + i, width, width - i, places, weights, num_places);
 }
 
 /* The largest of `count` numbers. `check` becomes NaN where one of them is not finite. */
@@ -277,11 +303,20 @@ INLINE float largest_of(const float *x, size_t count, float *check) {
         largest[0] = x[i] > largest[0] ? x[i] : largest[0];
         checks[0] += x[i] * 0.0f;
     }
-    for (int l = 0; l < LANES; l++) {
-        largest[0] = largest[l] > largest[0] ? largest[l] : largest[0];
-        *check += checks[l];
+    *check += sum_of_lanes(checks);
+    return largest_of_lanes(largest);
+}
+
+#define TURNED 8
+
+INLINE void rotate_some(uint16_t *restrict out, const uint16_t *x, const uint16_t *cos,
+                        const uint16_t *sin, size_t half, int count) {
+    for (int i = 0; i < count; i++) {
+        float first = widen(x[i]), second = widen(x[half + i]), c = widen(cos[i]);
+        float s = widen(sin[i]);
+        out[i] = narrow(widen(narrow(first * c)) - widen(narrow(second * s)));
+        out[half + i] = narrow(widen(narrow(second * c)) + widen(narrow(first * s)));
     }
-    return largest[0];
 }
 
 /* The heads of one token turned by its angles: the first `half` dimensions with the next. Every
@@ -289,12 +324,10 @@ INLINE float largest_of(const float *x, size_t count, float *check) {
 INLINE void rotate_row(uint16_t *out, const uint16_t *x, const uint16_t *cos, const uint16_t *sin,
                        size_t num_heads, size_t head_size, size_t half) {
     for (size_t head = 0; head < num_heads; head++, x += head_size, out += head_size) {
-        for (size_t i = 0; i < half; i++) {
-            float first = widen(x[i]), second = widen(x[half + i]), c = widen(cos[i]);
-            float s = widen(sin[i]);
-            out[i] = narrow(widen(narrow(first * c)) - widen(narrow(second * s)));
-            out[half + i] = narrow(widen(narrow(second * c)) + widen(narrow(first * s)));
-        }
+        size_t i = 0;
+        for (; i + TURNED <= half; i += TURNED)
+            rotate_some(out + i, x + i, cos + i, sin + i, half, TURNED);
+        rotate_some(out + i, x + i, cos + i, sin + i, half, (int)(half - i));
         memcpy(out + 2 * half, x + 2 * half, (head_size - 2 * half) * sizeof(uint16_t));
     }
 }
@@ -302,7 +335,13 @@ INLINE void rotate_row(uint16_t *out, const uint16_t *x, const uint16_t *cos, co
 /* Where the largest of `count` numbers is, the first of equals; 0 where all are NaN. */
 INLINE size_t place_of_largest(const float *x, size_t count) {
     float unused = 0.0f, largest = largest_of(x, count, &unused);
-    for (size_t i = 0; i < count; i++)
+    size_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        int num_equal = 0;
+        for (int l = 0; l < LANES; l++) num_equal += x[i + l] == largest;
+        if (num_equal) break;
+    }
+    for (; i < count; i++)
         if (x[i] == largest) return i;
     return 0;
 }
@@ -352,8 +391,7 @@ INLINE float exponentials_of(const float *x, size_t count, float offset) {
     for (; i + LANES <= count; i += LANES)
         for (int l = 0; l < LANES; l++) sums[l] += exponential(x[i + l] - offset);
     for (; i < count; i++) sums[0] += exponential(x[i] - offset);
-    for (int l = 1; l < LANES; l++) sums[0] += sums[l];
-    return sums[0];
+    return sum_of_lanes(sums);
 }
 
 /* The first of the largest logits but `banned`, and its probability among all of them. Returns
@@ -396,8 +434,7 @@ INLINE void norm_row(uint16_t *out, const uint16_t *x, const uint16_t *weight, s
     for (; i + LANES <= width; i += LANES)
         for (int l = 0; l < LANES; l++) sums[l] += widen(x[i + l]) * widen(x[i + l]);
     for (; i < width; i++) sums[0] += widen(x[i]) * widen(x[i]);
-    for (int l = 1; l < LANES; l++) sums[0] += sums[l];
-    float scale = 1.0f / __builtin_sqrtf(sums[0] / (float)width + eps);
+    float scale = 1.0f / __builtin_sqrtf(sum_of_lanes(sums) / (float)width + eps);
     for (i = 0; i < width; i++)
         out[i] = narrow(widen(narrow(widen(x[i]) * scale)) * widen(weight[i]));
 }
@@ -1495,15 +1532,18 @@ static void work(Job *job, char *memory) {
     restore_tiny(before);
 }
 
-/* Spins a moment for the next job: layers follow one another closely. */
+/* Spins a moment for the next job: layers follow one another closely, and to wake a thread takes as
+ * long as a small product. After SPIN_NS whoever else wants the core gets it. */
 static void spin_for_job(uint64_t seen) {
-    int64_t end = now_ns() + SPIN_NS;
+    int64_t start = now_ns(), passed = 0;
     do {
         for (int i = 0; i < 64; i++) {
             if (atomic_load_explicit(&pool.generation, memory_order_relaxed) != seen) return;
             relax();
         }
-    } while (now_ns() < end);
+        if (passed > SPIN_NS) sched_yield();
+        passed = now_ns() - start;
+    } while (passed < YIELD_NS);
 }
 
 static void *worker(void *unused) {
@@ -1655,11 +1695,12 @@ static void end_call(Call *call) {
 }
 
 /* Outputs of a task: whole blocks of weights of `block_bytes` each. `total_bytes` of weights are read
- * in the call. */
+ * in the call, for `num_rows` rows each; with many rows little weight is much work. */
 static int64_t outputs_of_task(size_t block_bytes, int64_t num_outputs, int64_t total_bytes,
-                               int num_threads) {
+                               int64_t num_rows, int num_threads) {
     int64_t bytes = total_bytes / (num_threads > 0 ? num_threads : 1) / TASKS_PER_THREAD;
-    if (bytes < MIN_TASK_BYTES) bytes = MIN_TASK_BYTES;
+    int64_t least = MIN_TASK_BYTES / (num_rows / ROWS_OF_A_READ + 1);
+    if (bytes < least) bytes = least;
     if (bytes > MAX_TASK_BYTES) bytes = MAX_TASK_BYTES;
     int64_t wanted = bytes / (int64_t)block_bytes * BLOCK;
     if (wanted < BLOCK) wanted = BLOCK;
@@ -1726,7 +1767,7 @@ EXPORT int oled_linear(const void *w, const void *x, const void *bias, void *out
         .num_rows = num_rows, .num_outputs = num_outputs,
         .task_outputs =
             outputs_of_task(BLOCK * (size_t)k * sizeof(uint16_t), num_outputs, 2 * k * num_outputs,
-                            num_threads),
+                            num_rows, num_threads),
         .k = (size_t)k, .is_f32 = is_f32,
     };
     linear.job.num_tasks = tasks_of(num_outputs, linear.task_outputs);
@@ -1877,21 +1918,22 @@ EXPORT int oled_experts(const void *arena, int64_t slot_bytes, int64_t down_offs
     int64_t expert_bytes =
         2 * (int64_t)up_offset + (int64_t)weights_bytes(&quant, hidden, (size_t)intermediate);
     size_t longest = (size_t)(hidden > intermediate ? hidden : intermediate);
-    int64_t max_rows = 0, total_rows = 0, total_bytes = 0;
+    int64_t max_rows = 0, total_rows = 0, total_bytes = 0, num_used = 0;
     for (int64_t g = 0; g < num_groups; g++) {
         int64_t num_rows = ends[g] - starts[g];
-        if (num_rows > 0) total_bytes += expert_bytes;
+        if (num_rows > 0) total_bytes += expert_bytes, num_used++;
         if (num_rows > max_rows) max_rows = num_rows;
         total_rows += num_rows > 0 ? num_rows : 0;
     }
     if (!total_rows) return ERROR_NONE;
+    int64_t rows_each = total_rows / num_used;
     Experts round = {
         .job = {run_experts, kernels, 0, (int)smaller(MAX_ROWS, max_rows),
                 bits ? quantized_row_bytes(&quant, longest) : row_bytes(kernels, longest), 0},
         .first_outputs = outputs_of_task(2 * block_bytes(&quant, (size_t)hidden), intermediate,
-                                         total_bytes, num_threads),
+                                         total_bytes, rows_each, num_threads),
         .second_outputs = outputs_of_task(block_bytes(&quant, (size_t)intermediate), hidden,
-                                          total_bytes, num_threads),
+                                          total_bytes, rows_each, num_threads),
         .hidden_size = (size_t)hidden, .intermediate_size = (size_t)intermediate,
         .activation = activation,
         .quant = quant,

@@ -32,8 +32,10 @@ ABI_VERSION = 11
 _DIRECTORY = Path(__file__).parent
 _REMEDY = "install again where there is a C compiler (pip install -e .)"
 _OUT_OF_MEMORY = -1
-# Calls that read fewer bytes of weights are done before a second thread would be awake.
+# Calls that take no longer than reading so many bytes are done before a second thread would be of
+# use, and with so many rows arithmetic takes as long as reading the weights.
 _MIN_SHARED_BYTES = 512 * 1024
+_ROWS_OF_A_READ = 8
 # The largest head that `attend` takes, and the most experts that `route` does.
 MAX_HEAD_SIZE = 256
 MAX_ROUTED = 1024
@@ -404,22 +406,26 @@ def _table_of(
     segments: Sequence[Segment], num_groups: int, head_size: int
 ) -> "ctypes.Array[ctypes.c_int64]":
     """The segments as native.c reads them."""
-    table, first = [], 0
+    table: list[int] = []
+    first = 0
     for num_tokens, keys_GSH, values_GSH, num_keys in segments:
-        stride = keys_GSH.stride(0)
-        assert 0 < num_keys <= keys_GSH.shape[1]
-        for part in (keys_GSH, values_GSH):
-            assert part.dtype == torch.bfloat16
-            assert part.shape == (num_groups, keys_GSH.shape[1], head_size)
-            assert part.stride() == (stride, head_size, 1)
-        table += [keys_GSH.data_ptr(), values_GSH.data_ptr(), first, num_tokens, num_keys, stride]
+        # Asked for every segment in every layer, so in as few calls as can be.
+        stride, *others = keys_GSH.stride()
+        assert others == [head_size, 1] and values_GSH.stride() == (stride, head_size, 1)
+        shape = keys_GSH.shape
+        assert values_GSH.shape == shape and shape[0] == num_groups and shape[2] == head_size
+        assert 0 < num_keys <= shape[1]
+        assert keys_GSH.dtype == values_GSH.dtype == torch.bfloat16
+        table += (keys_GSH.data_ptr(), values_GSH.data_ptr(), first, num_tokens, num_keys, stride)
         first += num_tokens
     return (_LONG * len(table))(*table)
 
 
-def worthwhile_threads(num_bytes: int, num_threads: int) -> int:
-    """How many of `num_threads` to use for a call that reads so many bytes."""
-    return num_threads if num_bytes >= _MIN_SHARED_BYTES else 1
+def worthwhile_threads(num_bytes: int, num_threads: int, num_rows: float = 1.0) -> int:
+    """How many of `num_threads` to use for a call that reads so many bytes, weights of products
+    with `num_rows` rows each."""
+    work = num_bytes * max(1.0, num_rows / _ROWS_OF_A_READ)
+    return num_threads if work >= _MIN_SHARED_BYTES else 1
 
 
 def _find_library() -> Path:

@@ -70,7 +70,7 @@ def router_logits(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
         native = native_kernels() if hidden_TD.device.type == "cpu" else None
         if native is not None:
             out_TE = torch.empty(len(hidden_TD), len(weight_ED))
-            threads = worthwhile_threads(weight_ED.nbytes, native.num_threads)
+            threads = worthwhile_threads(weight_ED.nbytes, native.num_threads, len(hidden_TD))
             native.linear(hidden_TD.contiguous(), weight_ED.contiguous(), None, out_TE, threads)
             return out_TE
     return F.linear(hidden_TD.float(), weight_ED.float())
