@@ -1723,7 +1723,7 @@ typedef struct {
     Job job;
     const uint16_t *w, *x, *bias;
     void *out;
-    int64_t num_rows, num_outputs, task_outputs;
+    int64_t num_rows, num_outputs, task_rows, task_outputs, num_parts;
     size_t k;
     int is_f32;
 } Linear;
@@ -1731,10 +1731,12 @@ typedef struct {
 static void run_linear(Job *job, int64_t task, Scratch *scratch) {
     const Linear *p = (const Linear *)job;
     const Kernels *kernels = job->kernels;
-    int64_t first = task * p->task_outputs;
+    int64_t first = task % p->num_parts * p->task_outputs;
     int64_t end = smaller(first + p->task_outputs, p->num_outputs);
-    for (int64_t row = 0; row < p->num_rows; row += MAX_ROWS) {
-        int num_rows = (int)smaller(MAX_ROWS, p->num_rows - row);
+    int64_t first_row = task / p->num_parts * p->task_rows;
+    int64_t end_row = smaller(first_row + p->task_rows, p->num_rows);
+    for (int64_t row = first_row; row < end_row; row += MAX_ROWS) {
+        int num_rows = (int)smaller(MAX_ROWS, end_row - row);
         lay_out(job, scratch, p->x + row * p->k, p->k, num_rows);
         for (int64_t o = first; o < end; o += BLOCK) {
             int count = (int)smaller(BLOCK, end - o);
@@ -1760,17 +1762,24 @@ EXPORT int oled_linear(const void *w, const void *x, const void *bias, void *out
     const Kernels *kernels = kernels_of(isa);
     if (!kernels) return ERROR_ISA;
     if (num_rows <= 0 || num_outputs <= 0) return ERROR_NONE;
+    int64_t total_bytes = 2 * k * num_outputs, task_rows = num_rows;
+    if (total_bytes <= MAX_TASK_BYTES) {
+        /* A cache holds the weights, so they may come again; what costs is to lay out all rows anew
+         * for every few outputs. */
+        int64_t num_tasks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+        task_rows = (num_rows + num_tasks - 1) / num_tasks;
+    }
     Linear linear = {
         .job = {run_linear, kernels, 0, (int)smaller(MAX_ROWS, num_rows),
                 row_bytes(kernels, (size_t)k), 0},
         .w = w, .x = x, .bias = bias, .out = out,
-        .num_rows = num_rows, .num_outputs = num_outputs,
-        .task_outputs =
-            outputs_of_task(BLOCK * (size_t)k * sizeof(uint16_t), num_outputs, 2 * k * num_outputs,
-                            num_rows, num_threads),
+        .num_rows = num_rows, .num_outputs = num_outputs, .task_rows = task_rows,
+        .task_outputs = outputs_of_task(BLOCK * (size_t)k * sizeof(uint16_t), num_outputs,
+                                        total_bytes, task_rows, num_threads),
         .k = (size_t)k, .is_f32 = is_f32,
     };
-    linear.job.num_tasks = tasks_of(num_outputs, linear.task_outputs);
+    linear.num_parts = tasks_of(num_outputs, linear.task_outputs);
+    linear.job.num_tasks = linear.num_parts * tasks_of(num_rows, task_rows);
     Call call;
     int error = begin_call(&call, num_threads, scratch_bytes(&linear.job), 0);
     if (error) return error;
