@@ -28,6 +28,7 @@ from oled_moe.errors import (
     ModelNotFoundError,
     OledMoeError,
 )
+from oled_moe.kernels.native import native_kernels
 from oled_moe.model_paths import find_model
 from oled_moe.types import LayerDemand, LayerPlan
 
@@ -471,6 +472,32 @@ def test_tiny_experts_run_on_one_thread(tiny: Path) -> None:
             with open_engine(tiny, threads=threads):
                 assert torch.get_num_threads() == expected
             assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_engines_beside_each_other_have_the_same_threads(tiny: Path) -> None:
+    """A second engine once took the one thread that the first had set for all there are, and the
+    first to close decided what was left behind."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    native = native_kernels()
+    seen: list[int] = []
+    try:
+        first = open_engine(tiny)
+        first.generate([1], PARAMS)
+        second = open_engine(tiny)
+        for engine in (first, second):
+            if native is not None:
+                engine.outcome_observers.append(lambda _: seen.append(native.num_threads))
+            engine.generate([1] * 120, PARAMS)
+            assert native is None or max(seen) == 2
+            seen.clear()
+        first.close()
+        assert torch.get_num_threads() == 1, "the second still lives"
+        del second, engine
+        gc.collect()
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 

@@ -334,10 +334,10 @@ class Engine:
             assert self.lossy is not None and self.lossy.precision is not None
             low_store = low_pack.open_store(self.model_config, self.hardware.disk_method)
             low = LowStore(self.lossy.precision, low_store, self.memory_plan.low)
-        self._outer_threads = torch.get_num_threads()
+        outer_threads = _torch_threads.before_engines()
         is_small = sizes.layout.weight_bytes < SMALL_EXPERT_BYTES
-        num_threads = config.threads or (1 if is_small else self._outer_threads)
-        self._wide_threads = config.threads or self._outer_threads
+        num_threads = config.threads or (1 if is_small else outer_threads)
+        self._wide_threads = config.threads or outer_threads
         self._tiers = build_tiers(
             config,
             self.memory_plan,
@@ -353,7 +353,8 @@ class Engine:
         self._tiers.experts.lossy = self.lossy
         self._low_expert_bytes = 0 if low_pack is None else low_pack.layout.weight_bytes
         # An engine that fails here or is dropped unclosed must not leave its threads behind.
-        self._release = weakref.finalize(self, self._tiers.close)
+        _torch_threads.enter()
+        self._release = weakref.finalize(self, _release, self._tiers.close)
         try:
             self.model = family.build(
                 self.model_config,
@@ -449,7 +450,6 @@ class Engine:
         """Release memory, files and threads."""
         if self._release.alive:
             self._release()
-            torch.set_num_threads(self._outer_threads)
 
     def __enter__(self) -> "Engine":
         return self
@@ -688,6 +688,46 @@ class Engine:
                     f"prompt token {position} is {token_id}; allowed: 0 to {vocab_size - 1}"
                 )
         return prompt_ids
+
+
+class _TorchThreads:
+    """How many threads torch had before the engines of this process.
+
+    Each sets the number for its forwards, so what torch says while another lives is that one's.
+    The last to end gives back what was.
+    """
+
+    def __init__(self) -> None:
+        # One that may be taken again: an engine can be found unused while another enters.
+        self._lock = threading.RLock()
+        self._num_engines = 0
+        self._before = 0
+
+    def before_engines(self) -> int:
+        with self._lock:
+            return self._before if self._num_engines else torch.get_num_threads()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._before = self.before_engines()
+            self._num_engines += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_engines -= 1
+            if not self._num_engines:
+                torch.set_num_threads(self._before)
+
+
+_torch_threads = _TorchThreads()
+
+
+def _release(close_tiers: Callable[[], None]) -> None:
+    """End an engine, closed or dropped; without a reference to it."""
+    try:
+        close_tiers()
+    finally:
+        _torch_threads.leave()
 
 
 def _with_canvas(
