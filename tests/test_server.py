@@ -175,7 +175,10 @@ def test_errors_are_what_the_client_knows(client: openai.OpenAI) -> None:
 def test_models_by_all_their_names(client: openai.OpenAI, http: httpx2.Client) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").id == "demo"
-    assert http.post("/v1/chat/completions", json={**QUESTION, "model": ""}).status_code == 200
+    for name in ("", None):
+        assert (
+            http.post("/v1/chat/completions", json={**QUESTION, "model": name}).status_code == 200
+        )
     assert http.get("/v1/models/some/other").status_code == 404
 
 
@@ -366,12 +369,30 @@ def test_a_seed_repeats_a_draw(http: httpx2.Client) -> None:
 
 def test_a_likelihood_that_a_diffusion_model_has_not_is_refused(http: httpx2.Client) -> None:
     # What lm-eval sends for multiple choice.
-    body = {"prompt": [[75, 76]], "echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0}
-    response = http.post("/v1/completions", json=body)
-    assert response.status_code == 400
-    body["logprobs"] = 0
-    response = http.post("/v1/completions", json=body)
-    assert response.status_code == 400 and "likelihood" in response.json()["error"]["message"]
+    body = {"prompt": [[75, 76]], "echo": True, "max_tokens": 1, "temperature": 0}
+    for number in (0, 1):
+        response = http.post("/v1/completions", json={**body, "logprobs": number})
+        assert response.status_code == 400 and "likelihood" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "["}, "guided_regex"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex"),
+        ({"guided_json": {"x-guidance": {}}}, "guided_json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+        ),
+        ({"stop_token_ids": [100_000]}, "stop_token_ids"),
+    ],
+)
+def test_what_only_the_engine_can_refuse_is_refused_by_name(
+    http: httpx2.Client, fields: Any, param: str
+) -> None:
+    response = http.post("/v1/chat/completions", json={**QUESTION, **fields})
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
 
 
 # Tokens

@@ -172,6 +172,24 @@ def test_a_body_that_is_not_announced_as_json_is_refused() -> None:
             "x" * 80 + "...",
         ),
         ({"stop": "y" * 5000}, f'stop is "{"y" * 79}...; ', "stop"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema is missing",
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {}}},
+            "response_format.schema is not a field",
+            "response_format.schema",
+        ),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type is \"xml\"; allowed: 'text', 'json_object', 'json_schema'",
+            "response_format.type",
+        ),
+        ({"response_format": {}}, "response_format.type is missing", "response_format.type"),
+        ({"response_format": "json"}, 'response_format is "json"; ', "response_format"),
+        ({"echo": True, "logprobs": 1}, "logprobs is 1; not supported here (a", "logprobs"),
     ],
 )
 def test_fields_are_refused_in_few_words(fields: dict[str, Any], message: str, param: str) -> None:
@@ -209,8 +227,26 @@ def test_routing_errors_have_the_same_shape() -> None:
     with client() as http:
         missing, wrong = http.get("/nothing"), http.delete("/v1/models")
     assert missing.status_code == 404 and error_of(missing)["code"] == "not_found"
-    assert wrong.status_code == 405 and wrong.headers["allow"] == "GET"
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "GET, HEAD"
     assert error_of(wrong)["code"] == "method"
+
+
+def test_head_and_a_slash_at_the_end_are_what_they_look_like() -> None:
+    with client(api_keys=("one",)) as http:
+        for path in ("/health", "/ready", "/version", "/"):
+            head, whole = http.head(path), http.get(path)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-length"] == str(len(whole.content))
+        # No redirect, by which a key or a body may be lost, and none to learn without a key.
+        assert http.get("/health/", follow_redirects=False).status_code == 200
+        assert http.get("/v1/models/", follow_redirects=False).status_code == 401
+        http.headers["Authorization"] = "Bearer one"
+        assert http.get("/v1/models/").json()["object"] == "list"
+        assert http.get("/v1/models/demo/").json()["id"] == "demo"
+        bad = http.post("/v1/chat/completions/", json={}, follow_redirects=False)
+        assert error_of(bad)["param"] == "messages"
+        post_only = http.head("/v1/chat/completions")
+        assert post_only.status_code == 405 and post_only.headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize(

@@ -273,8 +273,10 @@ def test_what_cannot_be_meant_is_refused_by_name(fields: dict[str, Any], param: 
 def test_what_the_text_must_be_by_any_of_its_names(
     fields: dict[str, Any], grammar: Grammar | None
 ) -> None:
-    assert chat(**fields)[0].params.grammar == grammar
-    assert complete("a", **fields)[0].params.grammar == grammar
+    found = chat(**fields)[0].params.grammar
+    assert found == grammar == complete("a", **fields)[0].params.grammar
+    # Messages then name the field that is to blame.
+    assert found is None or found.title.partition(".")[0] == next(iter(fields))
 
 
 def test_tools_reach_the_template_as_they_were_sent() -> None:
@@ -283,10 +285,13 @@ def test_tools_reach_the_template_as_they_were_sent() -> None:
     assert question.prompt == "<tools>look</tools><user>hi!"
     assert question.params.grammar is None
     assert chat(to=able, tools=[TOOL], tool_choice="none")[0].prompt == "<user>hi"
-    with pytest.raises(InputError, match="no place for tools"):
+    with pytest.raises(InputError, match="no place for them") as caught:
         chat(tools=[TOOL])
-    with pytest.raises(InputError, match="tools"):
-        chat(to=able, tools=[])
+    assert api_error(caught.value).param == "tools"
+    # As frameworks send it.
+    assert chat(to=able, tools=[])[0] == chat(to=able)[0]
+    with pytest.raises(ApiError, match="without tools"):
+        chat(to=able, tools=[], tool_choice="required")
 
 
 def test_a_call_that_must_come_is_a_grammar() -> None:
@@ -393,8 +398,18 @@ def test_fields_without_anything_behind_them_are_taken_with_what_asks_for_nothin
     assert chat(**fields)[0].params == chat()[0].params
 
 
+def test_an_answer_goes_back_as_clients_keep_it() -> None:
+    # What `message.model_dump()` of OpenAI's client makes of a reply, and of vLLM's.
+    kept = dict.fromkeys(["refusal", "annotations", "audio", "function_call", "tool_calls"])
+    kept |= {"reasoning_content": None, "reasoning": ""}
+    answer = {"role": "assistant", "content": "hi", **kept}
+    plain = {"role": "assistant", "content": "hi"}
+    assert chat(messages=[USER, answer, USER])[0] == chat(messages=[USER, plain, USER])[0]
+
+
 def test_errors_of_the_engine_name_the_field_they_are_about() -> None:
     about = api_error(ConfigError("block_length is 9; allowed: 1 to 8"))
     assert (about.status_code, about.param) == (400, "block_length")
+    assert api_error(InputError("tools[0].function is 3; give one")).param == "tools[0].function"
     assert api_error(InputError("the prompt is long")).param is None
     assert json.loads(about.response().body)["error"]["param"] == "block_length"

@@ -100,7 +100,7 @@ def test_a_template_without_a_place_for_tools() -> None:
     tokenizer = Tokenizer.load(find_model("demo"))
     assert tokenizer is not None
     messages = [{"role": "user", "content": "Hello"}]
-    with pytest.raises(InputError, match="no place for tools"):
+    with pytest.raises(InputError, match="no place for them"):
         check_tool_template(tokenizer, messages, TOOLS)
     tokenizer.chat_template = (
         "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ messages[0].content }}"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from oled_moe.errors import OledMoeError
+from oled_moe.errors import ConfigError
 from oled_moe.types import BoolArray
 
 # Where JSON has a choice outside of strings, the bytes that lead to its end soonest come first; a 0
@@ -34,12 +34,6 @@ _MAX_LOOKED_AT = 2_000
 _MAX_REMEMBERED = 60_000
 # Bytes of the longest closing searched for.
 _MAX_CLOSING_BYTES = 4_096
-
-
-_UNWRITABLE = (
-    "the grammar of this answer asks for text that no token of this model can write at this place; "
-    "allow other characters there"
-)
 
 
 class _Bytes:
@@ -135,9 +129,10 @@ class GrammarState:
     """Where one answer stands in its grammar.
 
     `by_token` and `by_byte` are matchers of the same grammar over tokens and over bytes, both at
-    the start; `hints` is text that JSON strings of this grammar may end with, best first.
-    `num_tokens` counts what has been consumed.
-    Raises: OledMoeError from any method once the grammar has grown beyond the library's limits.
+    the start; `hints` is text that JSON strings of this grammar may end with, best first; `title`
+    is what messages call the grammar. `num_tokens` counts what has been consumed.
+    Raises: ConfigError from any method where the grammar turns out to be of no use: it has grown
+    beyond the library's limits, or asks for what this model cannot write.
     """
 
     def __init__(
@@ -147,11 +142,13 @@ class GrammarState:
         speller: Speller,
         *,
         hints: Sequence[bytes] = (),
+        title: str = "the grammar",
     ) -> None:
         self._by_token = by_token
         self._by_byte = by_byte
         self._speller = speller
         self._hints = hints
+        self._title = title
         self._consumed: list[int] = []
         # Where in JSON the text is, after each consumed token.
         self._places: list[_Place] = [_Place.OUTSIDE]
@@ -177,7 +174,7 @@ class GrammarState:
         is_allowed = self._allowed_by(self._by_token)
         if not is_allowed.any() and not self.is_accepting:
             self._check()
-            raise OledMoeError(_UNWRITABLE)
+            raise self._unwritable()
         return is_allowed
 
     def _allowed_by(self, matcher: LLMatcher) -> BoolArray:
@@ -412,8 +409,17 @@ class GrammarState:
             if matcher.is_error():
                 reason = " ".join(matcher.get_error().split())
                 if reason.startswith("NoExtension"):
-                    raise OledMoeError(_UNWRITABLE)
-                raise OledMoeError(f"the grammar of this answer is too complex: {reason}")
+                    raise self._unwritable()
+                raise ConfigError(
+                    f"{self._title} has become too complex at token {self.num_tokens} of this "
+                    f"answer; make it simpler, or its repetitions end ({reason})"
+                )
+
+    def _unwritable(self) -> ConfigError:
+        return ConfigError(
+            f"{self._title} asks for text that no token of this model can write at this place; "
+            "allow other characters there"
+        )
 
 
 def _num_tokens(closing: Closing) -> int:

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
 
@@ -85,7 +85,13 @@ _CONFIDENCE_OF = {
         "tempered",
     ),
 }
-GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "lark")
+_GRAMMAR_TITLES = {
+    "json_object": "the JSON object",
+    "json_schema": "the JSON schema",
+    "regex": "the regular expression",
+    "lark": "the Lark grammar",
+}
+GRAMMAR_KINDS = tuple(_GRAMMAR_TITLES)
 
 _UNITS = {
     "": 1,
@@ -296,12 +302,14 @@ class Grammar:
     """What an answer's text must be: any JSON object, JSON of a schema, a regular expression, or a
     grammar in llguidance's variant of Lark.
 
-    `text`: the schema as JSON, the expression or the grammar; empty for `json_object`.
+    `text`: the schema as JSON, the expression or the grammar; empty for `json_object`. `name`: the
+    field that gave it, for messages.
     Raises: ConfigError for an unknown kind, or a text that must or must not be there.
     """
 
     kind: str
     text: str = ""
+    name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         check_choice("grammar kind", self.kind, GRAMMAR_KINDS)
@@ -313,11 +321,16 @@ class Grammar:
                 f"grammar text for {self.kind} is {self.text[:50]!r}; allowed: {needs}"
             )
 
+    @property
+    def title(self) -> str:
+        """What messages call it: the field that gave it, else what it is."""
+        return self.name or _GRAMMAR_TITLES[self.kind]
+
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any]) -> "Grammar":
+    def json_schema(cls, schema: Mapping[str, Any], name: str = "") -> "Grammar":
         """JSON that a schema describes. Raises: ConfigError where the schema is no JSON."""
         try:
-            return cls("json_schema", json.dumps(schema, allow_nan=False))
+            return cls("json_schema", json.dumps(schema, allow_nan=False), name)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"the JSON schema cannot be written as JSON: {error}") from None
 

@@ -208,7 +208,8 @@ class EnginePlan:
             check_int("pad_token_id", resolved.pad_token_id, minimum=0, maximum=vocab_size - 1)
         for token_id in (resolved.eos_token_id, *resolved.stop_token_ids):
             if token_id is not None:
-                check_int("eos or stop token id", token_id, minimum=0, maximum=vocab_size - 1)
+                name = "eos_token_id" if token_id == resolved.eos_token_id else "stop_token_ids"
+                check_int(name, token_id, minimum=0, maximum=vocab_size - 1)
             if token_id == resolved.mask_token_id:
                 raise ConfigError(f"token {token_id} is given as the mask and as an end token")
         check_int("block_length", resolved.block_length, minimum=1, maximum=self.max_model_len)

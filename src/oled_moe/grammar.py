@@ -70,7 +70,9 @@ class GrammarCompiler:
         by_token = _matcher(vocabulary.by_token, source, params.grammar)
         by_byte = _matcher(vocabulary.by_byte, source, params.grammar)
         hints = _hints(params.grammar, vocabulary.speller)
-        return GrammarState(by_token, by_byte, vocabulary.speller, hints=hints)
+        return GrammarState(
+            by_token, by_byte, vocabulary.speller, hints=hints, title=params.grammar.title
+        )
 
     def _vocabulary(self, mask_id: int, eos_id: int | None) -> _Vocabulary:
         key = (mask_id, eos_id)
@@ -105,7 +107,7 @@ def grammar_source(grammar: Grammar) -> str:
     """The grammar as llguidance reads it. Raises: ConfigError where it is no grammar at all."""
     if len(grammar.text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise ConfigError(
-            f"the {_NAMES[grammar.kind]} is {len(grammar.text)} characters long; allowed: "
+            f"{grammar.title} is {len(grammar.text)} characters long; allowed: "
             f"{MAX_GRAMMAR_BYTES} bytes; make it smaller"
         )
     if grammar.kind == "regex":
@@ -114,26 +116,18 @@ def grammar_source(grammar: Grammar) -> str:
         return str(LLMatcher.grammar_from_lark(grammar.text))
     if grammar.kind == "json_object":
         return str(LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_STYLE))
-    return str(LLMatcher.grammar_from_json_schema(_schema(grammar.text), overrides=_JSON_STYLE))
+    return str(LLMatcher.grammar_from_json_schema(_schema(grammar), overrides=_JSON_STYLE))
 
 
-_NAMES = {
-    "json_object": "JSON object",
-    "json_schema": "JSON schema",
-    "regex": "regular expression",
-    "lark": "Lark grammar",
-}
-
-
-def _schema(text: str) -> dict[str, Any]:
+def _schema(grammar: Grammar) -> dict[str, Any]:
     try:
-        schema = json.loads(text)
+        schema = json.loads(grammar.text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the JSON schema cannot be read as JSON: {error}") from None
+        raise ConfigError(f"{grammar.title} cannot be read as JSON: {error}") from None
     if not isinstance(schema, dict):
-        raise ConfigError(f"the JSON schema is {text[:50]}; allowed: a JSON object")
+        raise ConfigError(f"{grammar.title} is {grammar.text[:50]}; allowed: a JSON object")
     if "x-guidance" in schema:
-        raise ConfigError("the JSON schema has x-guidance; leave it out, it is not supported")
+        raise ConfigError(f"{grammar.title} has x-guidance; leave it out, it is not supported")
     return schema
 
 
@@ -156,7 +150,7 @@ def _hints(grammar: Grammar, speller: Speller) -> list[bytes]:
 def _schemas_of(grammar: Grammar) -> list[Any]:
     """The JSON schemas that a grammar holds."""
     if grammar.kind == "json_schema":
-        return [_schema(grammar.text)]
+        return [_schema(grammar)]
     if grammar.kind != "lark":
         return []
     found = []
@@ -193,7 +187,7 @@ def _matcher(tokenizer: LLTokenizer, source: str, grammar: Grammar) -> LLMatcher
     warnings = matcher.get_grammar_warnings()
     if matcher.is_error() or warnings:
         reason = matcher.get_error() if matcher.is_error() else "; ".join(warnings)
-        raise ConfigError(f"the {_NAMES[grammar.kind]} cannot be used: {_one_line(reason)}")
+        raise ConfigError(f"{grammar.title} cannot be used: {_one_line(reason)}")
     return matcher
 
 

@@ -34,7 +34,7 @@ from oled_moe.server_errors import (
     reply_to_validation,
 )
 from oled_moe.server_metrics import CONTENT_TYPE, ServerMetrics
-from oled_moe.server_middleware import ApiKeys, BodyLimit, RequestLog, StrictRoute
+from oled_moe.server_middleware import ApiKeys, BodyLimit, RequestLog, SameThing, StrictRoute
 from oled_moe.server_openapi import DescribedApp, errors
 from oled_moe.server_prompts import (
     MAX_LENGTHS_TOKENIZED,
@@ -124,7 +124,7 @@ class Serving:
     def name(self) -> str:
         return self.settings.served_names[0]
 
-    def runtime(self, model: str = "") -> Runtime:
+    def runtime(self, model: str | None = None) -> Runtime:
         """What answers requests for a model. Raises: NotServingError, ApiError 404."""
         runtime = self.backend.runtime()
         self.metrics.attach(runtime)
@@ -164,6 +164,7 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
             allow_headers=("Authorization", "Content-Type", "X-Request-ID", "X-Session-ID"),
             expose_headers=("X-Request-ID", "X-Replica", "Retry-After"),
         )
+    app.add_middleware(SameThing)
     app.add_middleware(RequestLog)
     return app
 
@@ -298,7 +299,7 @@ def _add_tokens(app: FastAPI, serving: Serving) -> None:
         if body.messages is not None:
             variables = template_variables(body.chat_template_kwargs)
             variables["add_generation_prompt"] = body.add_generation_prompt
-            tools = tool_dicts(body.tools) if body.tools is not None else ()
+            tools = tool_dicts(body.tools) if body.tools else ()
             text, _ = chat_prompt(engine, body.messages, SamplingParams(), variables, tools)
             param = "messages"
         tokens = encode(engine, text or "", param, num_lengths=MAX_LENGTHS_TOKENIZED)

@@ -102,13 +102,13 @@ def api_error(error: BaseException) -> ApiError:
         wait_s = max(1, round(error.retry_after_s))
         return ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait_s)})
     if isinstance(error, ShuttingDownError):
-        return ApiError(503, message, code="draining")
+        return ApiError(503, message, code="draining", headers={"Retry-After": "1"})
     if isinstance(error, NotServingError):
         return ApiError(503, message, code=error.state, headers={"Retry-After": "1"})
     if isinstance(error, ConfigError | InputError):
         # Messages about a field begin with its name.
         first = message.split(" ", 1)[0]
-        return bad_request(message, first if first in _FIELDS else None)
+        return bad_request(message, first if re.split(r"[.\[]", first)[0] in _FIELDS else None)
     if isinstance(error, OledMoeError):
         return ApiError(500, message, code="engine")
     return unexpected()
@@ -122,8 +122,11 @@ def of_http(error: HTTPException) -> ApiError:
     if error.status_code == 404:
         message, code = "there is nothing at this path; /openapi.json lists what is", "not_found"
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
+        allowed = (error.headers or {}).get("Allow", "GET")
+        # Routes name what they have; HEAD is taken wherever GET is.
+        allowed = "GET, HEAD" if "GET" in allowed else allowed
         message, code = f"this path does not take this method; it takes {allowed}", "method"
+        return ApiError(405, message, code=code, headers={"Allow": allowed})
     return ApiError(error.status_code, message, code=code, headers=error.headers)
 
 
@@ -151,6 +154,11 @@ def _is_unknown_field(error: Mapping[str, Any]) -> bool:
 def _field_path(error: Mapping[str, Any]) -> list[str]:
     """Field names and indices, without the names of the forms that a field can take."""
     *path, last = list(error["loc"][1:]) or [""]
+    if path[:1] == ["response_format"]:
+        # Told apart by their field `type`, whose value comes first.
+        del path[1:2]
+    elif error["type"].startswith("union_tag"):
+        path, last = [*path, last], "type"
     parts = [str(part) for part in path if isinstance(part, int) or _FIELD.fullmatch(part)]
     if last != "" and (error["type"] == "extra_forbidden" or isinstance(last, int)):
         return [*parts, _cut(str(last))]
@@ -169,6 +177,11 @@ def _about_a_field(error: Mapping[str, Any]) -> str:
         return "is not a field that this server knows; leave it out"
     if kind == "missing":
         return "is missing; give it"
+    if kind == "union_tag_not_found":
+        return "is missing; give it"
+    if kind == "union_tag_invalid":
+        shown = _cut(json.dumps(error["ctx"]["tag"]))
+        return f"is {shown}; allowed: {error['ctx']['expected_tags']}"
     if kind in ("too_long", "too_short"):
         limits = error["ctx"]
         most, least = limits.get("max_length"), limits.get("min_length")

@@ -1,7 +1,8 @@
 """What every request passes through before it meets a route, as plain ASGI.
 
 From outside in: `RequestLog` names, times and logs requests and answers for what nobody expected;
-`ApiKeys` lets in who may come in; `BodyLimit` counts what is sent; `StrictRoute` reads JSON.
+`SameThing` knows other ways to ask for what routes answer; `ApiKeys` lets in who may come in;
+`BodyLimit` counts what is sent; `StrictRoute` reads JSON.
 """
 
 import hmac
@@ -120,6 +121,31 @@ class _Reply:
             if "closed" not in str(error):
                 raise
             raise ClientGoneError from None
+
+
+class SameThing:
+    """Has HEAD answered as GET without the body, and a path that ends with a slash as without.
+
+    Redirects would do for the slash, but not every client follows one with its body and its key,
+    and behind a proxy they would name an address that is not the client's.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if "body" in message else message)
+
+        is_head = scope["method"] == "HEAD"
+        asked = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        if is_head:
+            asked["method"] = "GET"
+        await self._app(asked, receive, send_head if is_head else send)
 
 
 class ApiKeys:

@@ -37,7 +37,11 @@ class DescribedApp(FastAPI):
     def __init__(self, *, has_keys: bool) -> None:
         # Interactive documentation would fetch its scripts from elsewhere.
         super().__init__(
-            title="OLED-MoE", version=oled_moe.__version__, docs_url=None, redoc_url=None
+            title="OLED-MoE",
+            version=oled_moe.__version__,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
         )
         self._has_keys = has_keys
 

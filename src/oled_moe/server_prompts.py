@@ -304,7 +304,8 @@ def tool_dicts(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 def _tools(body: ChatRequest) -> Tools:
     """The tools that the model may call."""
-    if body.tools is None:
+    # An empty list asks for nothing, as none does; frameworks send one.
+    if not body.tools:
         if body.tool_choice in (None, "auto", "none"):
             return ()
         raise bad_request("tool_choice asks for a call without tools; give tools", "tool_choice")
@@ -338,11 +339,13 @@ def _grammar(body: ChatRequest | CompletionRequest) -> Grammar | None:
     found: dict[str, Grammar] = {}
     form = body.response_format
     if isinstance(form, JsonObjectFormat):
-        found["response_format"] = Grammar("json_object")
+        found["response_format"] = Grammar("json_object", name="response_format")
     elif isinstance(form, JsonSchemaResponse):
         schema = form.json_schema.schema_
         found["response_format"] = (
-            Grammar("json_object") if schema is None else Grammar.json_schema(schema)
+            Grammar("json_object", name="response_format")
+            if schema is None
+            else Grammar.json_schema(schema, "response_format")
         )
     wanted = body.structured_outputs
     given: dict[str, Any] = {
@@ -356,7 +359,8 @@ def _grammar(body: ChatRequest | CompletionRequest) -> Grammar | None:
             given[f"structured_outputs.{name}"] = getattr(wanted, name)
         given["structured_outputs.json"] = wanted.json_
         if wanted.json_object:
-            found["structured_outputs.json_object"] = Grammar("json_object")
+            name = "structured_outputs.json_object"
+            found[name] = Grammar("json_object", name=name)
     for name, value in given.items():
         if value is not None:
             found[name] = _grammar_of(name, value)
@@ -372,10 +376,10 @@ def _grammar_of(name: str, value: Any) -> Grammar:
         raise bad_request(f"{name} is empty; say what the answer must be, or leave it out", name)
     if kind == "choice":
         # Lark writes strings as JSON does.
-        return Grammar("lark", "start: " + " | ".join(map(json.dumps, value)))
+        return Grammar("lark", "start: " + " | ".join(map(json.dumps, value)), name)
     if kind == "json":
         return _schema_grammar(name, value)
-    return Grammar("regex" if kind == "regex" else "lark", value)
+    return Grammar("regex" if kind == "regex" else "lark", value, name)
 
 
 def _schema_grammar(name: str, value: Any) -> Grammar:
@@ -386,4 +390,4 @@ def _schema_grammar(name: str, value: Any) -> Grammar:
             value = None
     if not isinstance(value, dict):
         raise bad_request(f"{name} is no JSON schema; give an object, or one as text", name)
-    return Grammar.json_schema(value)
+    return Grammar.json_schema(value, name)

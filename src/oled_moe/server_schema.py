@@ -39,10 +39,14 @@ class Reply(BaseModel):
 
 
 class Only:
-    """Marks a field that has nothing behind it: null, or a value that asks for nothing."""
+    """Marks a field that has nothing behind it: null, or a value that asks for nothing.
 
-    def __init__(self, *allowed: Any) -> None:
+    `why`: for those whose absence needs a reason.
+    """
+
+    def __init__(self, *allowed: Any, why: str = "") -> None:
         self._allowed = (None, *allowed)
+        self._why = f" ({why})" if why else ""
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -61,7 +65,7 @@ class Only:
         # By type too: 0 is False for Python alone.
         if not any(value == each and _kind(value) == _kind(each) for each in self._allowed):
             values = " or ".join(map(repr, self._allowed[1:])) or "null"
-            raise ValueError(f"not supported here; allowed: {values}, or leave it out")
+            raise ValueError(f"not supported here{self._why}; allowed: {values}, or leave it out")
         return value
 
 
@@ -80,6 +84,10 @@ _TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Weight = Annotated[float, Field(ge=0, le=1000)]
+_NO_ALTERNATIVES = (
+    "a diffusion model gives a token's probability when it commits it: no alternatives are kept, "
+    "and a prompt has no likelihood token by token"
+)
 # Those of SamplingParams, and the names that SGLang gives three of them.
 _Algorithm = Literal[
     "low_confidence",
@@ -136,9 +144,13 @@ class Message(Request):
     tool_call_id: _Name | None = None
     # Written beside the text by lm-eval.
     type: Annotated[Any, Only("text")] = None
+    # As OpenAI's client and others write an answer back.
     refusal: _Nothing = None
     audio: _Nothing = None
     annotations: Annotated[Any, Only([])] = None
+    function_call: _Nothing = None
+    reasoning_content: Annotated[Any, Only("")] = None
+    reasoning: Annotated[Any, Only("")] = None
 
 
 class FunctionSpec(Request):
@@ -215,7 +227,9 @@ class StreamOptions(Request):
 class SamplingRequest(Request):
     """What both ways of asking for an answer share."""
 
-    model: str = Field("", max_length=1024, description="A served name, or empty for the one.")
+    model: Annotated[str, StringConstraints(max_length=1024)] | None = Field(
+        None, description="A served name; empty or null for the one there is."
+    )
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKEN_ID)] | None = Field(
         None,
         description="Longest answer; default: the server's --max-tokens, else the model's own, "
@@ -353,7 +367,7 @@ class ChatRequest(SamplingRequest):
         "which other tokens of its block, before and behind it, may have preceded; 0 for tokens "
         "that a grammar leaves no choice in.",
     )
-    top_logprobs: _Zero = None
+    top_logprobs: Annotated[Any, Only(0, why=_NO_ALTERNATIVES)] = None
     response_format: ResponseFormat | None = Field(None, description=_FORMAT)
     tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(
         None,
@@ -401,7 +415,9 @@ class CompletionRequest(SamplingRequest):
         | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     echo: bool | None = Field(None, description="Begin each text with its prompt.")
-    logprobs: _Zero = Field(None, description="0: of the tokens chosen, as in a chat.")
+    logprobs: Annotated[Any, Only(0, why=_NO_ALTERNATIVES)] = Field(
+        None, description="0: of the tokens chosen, as in a chat."
+    )
     suffix: Annotated[Any, Only("")] = None
     response_format: ResponseFormat | None = Field(None, description=_FORMAT)
 
@@ -410,7 +426,7 @@ class TokenizeRequest(Request):
     """A text, or a conversation as the chat template writes it: no longer than four times
     max_model_len of the longest tokens there are."""
 
-    model: str = Field("", max_length=1024)
+    model: Annotated[str, StringConstraints(max_length=1024)] | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
     add_generation_prompt: bool = True
@@ -423,7 +439,7 @@ class TokenizeRequest(Request):
 class DetokenizeRequest(Request):
     """Tokens, four times max_model_len at most."""
 
-    model: str = Field("", max_length=1024)
+    model: Annotated[str, StringConstraints(max_length=1024)] | None = None
     tokens: list[_TokenId]
 
 

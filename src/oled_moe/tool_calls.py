@@ -74,8 +74,8 @@ def check_tool_template(
     without = tokenizer.apply_chat_template(messages)
     if tokenizer.apply_chat_template(messages, **tool_prompt_variables(tools)) == without:
         raise InputError(
-            "this model's chat template has no place for tools; leave out tools, or describe them "
-            "in a message"
+            "tools are given, and this model's chat template has no place for them; leave them out, "
+            "or describe them in a message"
         )
 
 
@@ -126,7 +126,7 @@ def _calls_grammar(functions: Sequence[Mapping[str, Any]], *, is_parallel: bool)
             for body, function in zip(bodies, functions, strict=True)
         ),
     ]
-    return Grammar("lark", "\n".join(lines))
+    return Grammar("lark", "\n".join(lines), "tools")
 
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
