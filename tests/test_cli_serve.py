@@ -164,10 +164,13 @@ def test_term_under_load_ends_within_its_time_and_says_so_to_clients(serve: Any)
     assert ends == ["draining"] * 12
 
 
-def test_ctrl_c_is_130_and_a_second_signal_ends_at_once(serve: Any) -> None:
+def test_ctrl_c_is_an_end_like_any_other_and_a_second_signal_ends_at_once(serve: Any) -> None:
     served = serve("demo", "--threads", "1")
-    served.read_block()
-    assert served.end(signal.SIGINT) == 130
+    told = served.read_block()
+    assert served.end(signal.SIGINT) == 0
+    # One line, and no error: it has done what it was there for.
+    (said,) = served.said.removeprefix(told).splitlines()
+    assert said.startswith("ending") and "30 s" in said
     served = serve(*SLOW, "--drain-timeout", "600")
     served.read_block()
     with httpx2.stream(
@@ -230,6 +233,34 @@ def test_wrong_flags_are_told(
     capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
 ) -> None:
     assert main(["serve", "demo", *arguments]) == code
+    errors = capfd.readouterr().err
+    assert said in errors and len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["no/such-model"], 3, "oled-moe pull no/such-model"),
+        (["demo", "--max-model-len", "8"], 2, "max-model-len is 8, shorter than a block of 16"),
+        (["demo", "--memory", "1MiB"], 4, "raise"),
+        (["demo", "--algorithm", "renoising"], 2, "algorithm is 'renoising'"),
+        (["demo", "--host", "no.such.host.invalid"], 2, "no.such.host.invalid"),
+        (["demo", "--port", "0"], 2, "port is 0"),
+    ],
+)
+def test_what_replicas_would_fail_for_is_told_before_ray_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    said: str,
+) -> None:
+    # All of it, here: what it imports warns of what it uses.
+    pytest.importorskip("ray.serve", reason="ray is not installed")
+    import ray
+
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    assert main(["serve", *arguments, "--ray", "2"]) == code
     errors = capfd.readouterr().err
     assert said in errors and len(errors.splitlines()) == 1
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -167,8 +166,8 @@ def serve(
     """Serve MODEL to OpenAI clients, with a page to try it at /.
 
     Decoding flags are for requests that do not say; without --max-tokens an answer may be as long
-    as fits, without --seed each draw is another. SIGTERM lets running answers finish, then ends
-    with 0; a second one ends at once.
+    as fits, without --seed each draw is another. Ctrl-C and SIGTERM let running answers finish,
+    then end with 0; a second one ends at once.
     """
     use_log_flags(log)
     server.check()
@@ -176,19 +175,12 @@ def serve(
     params, keys = sampling.params(), server.api_keys()
     if is_dry:
         return _print_plan(model, config)
-    if server.ray is not None:
-        _warn_if_open(server.host, keys)
-        _serve_by_ray(model, server, config, params, keys, is_quiet=is_quiet)
-        return 0
     # Before anybody is told where it listens; a model that is not there before torch is.
     find_model(model)
-    with status_line(is_quiet=is_quiet) as say:
-        say("loading torch")
-        from oled_moe.engine import plan_engine
-        from oled_moe.server_backend import check_served
-
-        say(f"reading headers of {model}")
-        check_served(plan_engine(model, config), params)
+    if server.ray is not None:
+        _serve_by_ray(model, server, config, params, keys, is_quiet=is_quiet)
+        return 0
+    _check(model, config, params, is_quiet=is_quiet)
     from oled_moe.server import ServerSettings, default_names
     from oled_moe.server_host import open_socket
 
@@ -204,6 +196,24 @@ def serve(
     _warn_if_open(server.host, keys)
     service = _Service(model, config, settings, server.max_queue, listener, is_quiet)
     return service.run(server.drain_timeout)
+
+
+def _check(model: str, config: EngineConfig, params: SamplingParams, *, is_quiet: bool) -> None:
+    """Refuse early, by headers alone, what could not be served. Raises: whatever planning does."""
+    with status_line(is_quiet=is_quiet) as say:
+        say("loading torch")
+        from oled_moe.engine import plan_engine
+        from oled_moe.server_backend import check_served
+
+        say(f"reading headers of {model}")
+        check_served(plan_engine(model, config), params)
+
+
+def _note_end(drain_s: float, *, is_quiet: bool) -> None:
+    """Say that a signal was heard: what it asks for may take a while."""
+    if not is_quiet:
+        what = f"answers at work may go on for {drain_s:g} s; a second Ctrl-C ends at once"
+        note("ending", [("ending", what)])
 
 
 class _Service:
@@ -236,20 +246,24 @@ class _Service:
         from oled_moe.server_host import DrainingServer
 
         app = create_app(self._backend, self._settings)
-        self._server = DrainingServer(app, self._backend, drain_s=drain_s)
+        self._server = DrainingServer(
+            app,
+            self._backend,
+            drain_s=drain_s,
+            on_drain=lambda: _note_end(drain_s, is_quiet=self._is_quiet),
+        )
         if not self._is_quiet:
             note("listening", [("listening", f"{self._url}, while {self._model} is loaded")])
         self._backend.start()
         self._server.run(sockets=[self._listener])
         if self._backend.error is not None:
             raise self._backend.error
-        is_interrupted = self._server.exit_signal == signal.SIGINT
         if self._backend.is_loading:
             # Nothing can stop the thread that loads, and nothing of it needs to be saved.
             sys.stderr.flush()
-            os._exit(128 + signal.SIGINT if is_interrupted else 0)
-        # Ended as asked: the code of Ctrl-C, but no error.
-        return 128 + signal.SIGINT if is_interrupted else 0
+            os._exit(0)
+        # Ended as asked, by Ctrl-C as by SIGTERM: a server has no other way to be done.
+        return 0
 
     def _load(self) -> "Runtime":
         from oled_moe.server_backend import start_runtime
@@ -332,11 +346,18 @@ def _serve_by_ray(
     url = f"http://{server.host}:{server.port}"
 
     def on_ready() -> None:
+        _warn_if_open(server.host, keys)
         if not is_quiet:
             rows = [("replicas", str(args.replicas)), ("API", f"{url}/v1"), ("page", f"{url}/")]
             note("serving", rows)
 
-    run(args, host=server.host, port=server.port, on_ready=on_ready)
+    run(
+        args,
+        host=server.host,
+        port=server.port,
+        on_ready=on_ready,
+        on_drain=lambda: _note_end(server.drain_timeout, is_quiet=is_quiet),
+    )
 
 
 def _warn_if_open(host: str, keys: Sequence[str]) -> None:

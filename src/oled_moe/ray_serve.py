@@ -25,7 +25,7 @@ import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,7 +38,7 @@ from oled_moe.cli_shared import configure_logging
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.errors import ConfigError, MissingDependencyError, OledMoeError
 from oled_moe.server import DEFAULT_MAX_BODY_BYTES, ServerSettings, create_app, default_names
-from oled_moe.server_backend import LoadingBackend, Runtime, start_runtime
+from oled_moe.server_backend import LoadingBackend, Runtime, check_served, start_runtime
 from oled_moe.server_errors import ApiError, to_json
 from oled_moe.server_metrics import CONTENT_TYPE
 
@@ -458,18 +458,25 @@ def _need_ray() -> None:
         ) from None
 
 
-def run(args: ServeArgs, *, host: str, port: int, on_ready: Callable[[], None]) -> None:
+def run(
+    args: ServeArgs,
+    *,
+    host: str,
+    port: int,
+    on_ready: Callable[[], None],
+    on_drain: Callable[[], None],
+) -> None:
     """Serve from replicas on this machine until SIGTERM or Ctrl-C, then drain and end all.
 
-    A second signal ends at once. `on_ready` is called when requests are answered. Cores and memory
-    that `args` do not speak of are divided evenly.
+    A second signal ends at once. `on_ready` is called when requests are answered, `on_drain` when a
+    signal has ended that. Cores and memory that `args` do not speak of are divided evenly.
     Raises: ConfigError, MissingDependencyError, whatever loading the model raises, and
-    KeyboardInterrupt for Ctrl-C, or SIGTERM before all replicas are loaded.
+    KeyboardInterrupt for a signal before all replicas are loaded.
     """
     _need_ray()
     from ray import serve
 
-    from oled_moe.inspection import describe_checkpoint
+    from oled_moe.engine import plan_engine
     from oled_moe.machine import usable_cores
     from oled_moe.server_host import open_socket
 
@@ -478,8 +485,8 @@ def run(args: ServeArgs, *, host: str, port: int, on_ready: Callable[[], None]) 
     num_cores = usable_cores()
     args = _divided(args, num_cores)
     app = build(args)
-    # Ray wraps what fails in pages of its own; better to know before.
-    describe_checkpoint(args.model)
+    # Ray wraps what fails in pages of its own, after half a minute; better to know before.
+    check_served(plan_engine(args.model, args.engine_config()), SamplingParams(**args.sampling))
     open_socket(host, port).close()
     # Ray only counts; nothing may wait for a core that this machine does not have.
     most_cores = max(num_cores, math.ceil(args.replicas * args.num_cpus))
@@ -488,8 +495,8 @@ def run(args: ServeArgs, *, host: str, port: int, on_ready: Callable[[], None]) 
         try:
             on_ready()
             _wait_for_a_signal()
+            on_drain()
         finally:
-            logger.info("draining for at most %g s", args.drain_s)
             with _leaving_after(args.drain_s + _RAYS_OWN_S):
                 serve.delete(APP_NAME)
 
@@ -538,16 +545,10 @@ def _local_cluster(num_cores: int, host: str, port: int) -> Iterator[None]:
         ray.shutdown()
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
-
-
 def _wait_for_a_signal() -> None:
-    """Return on SIGTERM. Raises: KeyboardInterrupt on Ctrl-C."""
-    try:
+    """Return on SIGTERM or Ctrl-C."""
+    with suppress(KeyboardInterrupt):
         threading.Event().wait()
-    except _Terminated:
-        return
 
 
 @contextmanager
@@ -579,7 +580,7 @@ def _interrupt(number: int, frame: object) -> None:
     """Wherever the program is, it ends; the next signal finds the system's own handlers."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    raise KeyboardInterrupt
 
 
 def _deploy(app: "Application") -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import h11
@@ -117,24 +118,34 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 
 
 class DrainingServer(uvicorn.Server):
-    """Serves one app until told to end; `exit_signal` is the signal that did, 0 if none."""
+    """Serves one app until told to end; `on_drain` is called once a signal has told it."""
 
-    def __init__(self, app: ASGIApp, backend: LoadingBackend, *, drain_s: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        backend: LoadingBackend,
+        *,
+        drain_s: float,
+        on_drain: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(uvicorn_config(app, drain_s=drain_s))
-        self.exit_signal = 0
+        self._exit_signal = 0
         self._backend = backend
         self._drain_s = drain_s
+        self._on_drain = on_drain
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On a signal. uvicorn would raise it again once all is done; a drained end is none."""
-        if self.exit_signal:
+        if self._exit_signal:
             os._exit(128 + sig)
-        self.exit_signal = sig
+        self._exit_signal = sig
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        name = signal.Signals(self.exit_signal).name if self.exit_signal else "the end"
-        logger.info("%s: draining for at most %g s", name, self._drain_s)
+        if self._exit_signal:
+            self._on_drain()
+            name = signal.Signals(self._exit_signal).name
+            logger.info("%s: draining for at most %g s", name, self._drain_s)
         drained = asyncio.ensure_future(asyncio.to_thread(self._backend.drain, self._drain_s))
         await super().shutdown(sockets)
         await drained

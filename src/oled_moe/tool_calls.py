@@ -74,8 +74,8 @@ def check_tool_template(
     without = tokenizer.apply_chat_template(messages)
     if tokenizer.apply_chat_template(messages, **tool_prompt_variables(tools)) == without:
         raise InputError(
-            "tools are given, and this model's chat template has no place for them; leave them out, "
-            "or describe them in a message"
+            "tools are given, and this model's chat template has no place for them; leave them "
+            "out, or describe them in a message"
         )
 
 
