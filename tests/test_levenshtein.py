@@ -325,7 +325,10 @@ def test_algorithms_that_do_not_obey_control_tokens_never_choose_them() -> None:
         ({"split_token_id": DELETE}, "token 8 is given as delete_token_id or split_token_id and"),
         ({"delete_token_id": MASK}, "token 11 is given as"),
         ({"stop_token_ids": [9]}, "token 9 is given as"),
-        ({"grammar": Grammar("json_object")}, "a grammar cannot hold while tokens are deleted"),
+        (
+            {"grammar": Grammar("json_object")},
+            "the JSON object cannot hold while tokens are deleted",
+        ),
     ],
 )
 def test_parameters_that_are_refused(values: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -250,7 +251,7 @@ class _Service:
             app,
             self._backend,
             drain_s=drain_s,
-            on_drain=lambda: _note_end(drain_s, is_quiet=self._is_quiet),
+            on_drain=lambda: self._ending(drain_s),
         )
         if not self._is_quiet:
             note("listening", [("listening", f"{self._url}, while {self._model} is loaded")])
@@ -260,8 +261,11 @@ class _Service:
             raise self._backend.error
         if self._backend.is_loading:
             # Nothing can stop the thread that loads, and nothing of it needs to be saved.
+            is_interrupted = self._server.exit_signal == signal.SIGINT
+            if is_interrupted:
+                print("error: interrupted", file=sys.stderr)
             sys.stderr.flush()
-            os._exit(0)
+            os._exit(128 + signal.SIGINT if is_interrupted else 0)
         # Ended as asked, by Ctrl-C as by SIGTERM: a server has no other way to be done.
         return 0
 
@@ -282,6 +286,10 @@ class _Service:
             runtime = self._backend.loaded
             if runtime is not None:
                 note("serving", self._rows(runtime))
+
+    def _ending(self, drain_s: float) -> None:
+        if self._backend.loaded is not None:
+            _note_end(drain_s, is_quiet=self._is_quiet)
 
     def _rows(self, runtime: "Runtime") -> list[tuple[str, str]]:
         """The effective plan, and where to find it."""

@@ -118,7 +118,10 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 
 
 class DrainingServer(uvicorn.Server):
-    """Serves one app until told to end; `on_drain` is called once a signal has told it."""
+    """Serves one app until told to end; `exit_signal` is the signal that did, 0 if none.
+
+    `on_drain` is called once a signal has come.
+    """
 
     def __init__(
         self,
@@ -129,22 +132,22 @@ class DrainingServer(uvicorn.Server):
         on_drain: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(uvicorn_config(app, drain_s=drain_s))
-        self._exit_signal = 0
+        self.exit_signal = 0
         self._backend = backend
         self._drain_s = drain_s
         self._on_drain = on_drain
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On a signal. uvicorn would raise it again once all is done; a drained end is none."""
-        if self._exit_signal:
+        if self.exit_signal:
             os._exit(128 + sig)
-        self._exit_signal = sig
+        self.exit_signal = sig
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._exit_signal:
+        if self.exit_signal:
             self._on_drain()
-            name = signal.Signals(self._exit_signal).name
+            name = signal.Signals(self.exit_signal).name
             logger.info("%s: draining for at most %g s", name, self._drain_s)
         drained = asyncio.ensure_future(asyncio.to_thread(self._backend.drain, self._drain_s))
         await super().shutdown(sockets)
