@@ -728,8 +728,8 @@ def _check_control_ids(params: SamplingParams, algorithm: str) -> None:
         )
     if algorithm == "levenshtein" and params.grammar is not None:
         raise ConfigError(
-            f"{params.grammar.title} cannot hold while tokens are deleted and inserted by algorithm "
-            "levenshtein; give another algorithm, joint_threshold for one"
+            f"{params.grammar.title} cannot hold while tokens are deleted and inserted by "
+            "algorithm levenshtein; give another algorithm, joint_threshold for one"
         )
     given = [token_id for token_id in ids if token_id is not None]
     taken = (params.mask_token_id, params.eos_token_id, *(params.stop_token_ids or ()))

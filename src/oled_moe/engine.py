@@ -817,8 +817,8 @@ def _check_random_canvas(family: FamilyDecoding, params: DecodingParams) -> None
         )
     if params.grammar is not None:
         raise ConfigError(
-            f"{params.grammar.title} is given; this model replaces tokens until the last step, which "
-            "no grammar here can follow: leave it out, or take a model with masks"
+            f"{params.grammar.title} is given; this model replaces tokens until the last step, "
+            "which no grammar here can follow: leave it out, or take a model with masks"
         )
 
 
