@@ -9,7 +9,7 @@ import pytest
 
 from oled_moe import cli_shared
 from oled_moe.cli import main
-from oled_moe.cli_shared import configure_logging, status_line, table_lines
+from oled_moe.cli_shared import configure_logging, note, status_line, table_lines
 
 
 class Clock:
@@ -104,3 +104,16 @@ def test_a_table_is_wrapped_and_parted_but_never_cut(width: int) -> None:
         assert all(words.count(part) >= 1 for part in cell.split())
     # Each part has the first column.
     assert words.count("policy") == 2 * (lines.count("") + 1)
+
+
+def test_a_note_as_json_has_all_its_rows(as_text: None, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("warning", "json")
+    note(
+        "plan",
+        [("memory", "2 MiB  weights"), ("", "1 MiB  slots"), ("", "3 MiB  total"), ("x", "")],
+    )
+    assert json.loads(capsys.readouterr().err) == {
+        "event": "plan",
+        "memory": "2 MiB weights; 1 MiB slots; 3 MiB total",
+        "x": "",
+    }

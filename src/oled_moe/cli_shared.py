@@ -178,11 +178,21 @@ Rows = Sequence[tuple[str, str]]
 def note(event: str, rows: Rows) -> None:
     """A block on stderr, in the form of the log."""
     if _logs_json():
-        print(json.dumps({"event": event, **dict(rows)}, ensure_ascii=False), file=sys.stderr)
+        print(json.dumps({"event": event, **_by_label(rows)}, ensure_ascii=False), file=sys.stderr)
         return
     print_rows(rows, stream=sys.stderr)
     if event == "plan":
         print(file=sys.stderr, flush=True)
+
+
+def _by_label(rows: Rows) -> dict[str, str]:
+    """Rows as an object; those without a label go on with the one above."""
+    found: dict[str, str] = {}
+    label = ""
+    for given, value in rows:
+        label, text = given or label, " ".join(value.split())
+        found[label] = f"{found[label]}; {text}" if label in found else text
+    return found
 
 
 def line_width(stream: TextIO | None = None) -> int:
