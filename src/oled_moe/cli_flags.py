@@ -187,7 +187,8 @@ class SamplingFlags:
         ),
     ] = None
     max_tokens: Annotated[
-        int | None, _decoding("--max-tokens", help="Longest answer; default: 256.")
+        int | None,
+        _decoding("--max-tokens", help="Longest answer; default: 256, `serve`: what fits."),
     ] = None
     block_length: Annotated[
         int | None,
@@ -232,7 +233,10 @@ class SamplingFlags:
     top_p: Annotated[
         float | None, _decoding("--top-p", help="Sample from the likeliest tokens up to this mass.")
     ] = None
-    seed: Annotated[int | None, _decoding("--seed", help="Seed of sampling; default: 0.")] = None
+    seed: Annotated[
+        int | None,
+        _decoding("--seed", help="Seed of sampling; default: 0, `serve`: another each time."),
+    ] = None
     eos_early_stop: Annotated[
         bool | None,
         _decoding(
