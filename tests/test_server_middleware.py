@@ -4,12 +4,19 @@ import asyncio
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 from served import SETTINGS, Exchange, ReadyBackend, fake_runtime
 from starlette.testclient import TestClient
 
 from oled_moe.server import ServerSettings, create_app
 from oled_moe.server_errors import ApiError
 from oled_moe.server_middleware import MAX_DEPTH, parse_json
+from oled_moe.server_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 JSON = {"Content-Type": "application/json"}
 
@@ -199,6 +206,35 @@ def test_fields_are_refused_in_few_words(fields: dict[str, Any], message: str, p
     error = error_of(response)
     assert error["message"].startswith(message) and error["param"] == param
     assert len(response.content) < 500
+
+
+_USER = {"role": "user"}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (ChatRequest, {f"k{i}": 0 for i in range(5000)}),
+        (ChatRequest, {"messages": [{}] * 4000}),
+        (ChatRequest, {"messages": [{f"k{i}": 0 for i in range(5000)}]}),
+        (ChatRequest, {"messages": [{**_USER, "content": [{"type": "x"}] * 4000}]}),
+        (ChatRequest, {"messages": [{**_USER, "content": [{"type": "text"}] * 5000}]}),
+        (ChatRequest, {"messages": [{**_USER, "tool_calls": [{}] * 100}]}),
+        (ChatRequest, {"messages": [_USER], "tools": [{"a": 1, "b": 2}] * 100}),
+        (CompletionRequest, {"prompt": [-1] * 5000}),
+        (CompletionRequest, {"prompt": ["a", 1] * 5000}),
+        (CompletionRequest, {"prompt": [[-1] * 5000] * 60}),
+        (TokenizeRequest, {"messages": [{}] * 4000}),
+        (DetokenizeRequest, {"tokens": ["a"] * 5000}),
+    ],
+)
+def test_what_is_wrong_many_times_is_not_told_many_times(
+    model: type[BaseModel], fields: dict[str, Any]
+) -> None:
+    # Each error takes its time, and the loop that checks a body serves everybody.
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(fields)
+    assert caught.value.error_count() < 20
 
 
 # CORS and routing

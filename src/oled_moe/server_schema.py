@@ -16,20 +16,34 @@ from pydantic import (
     GetJsonSchemaHandler,
     JsonValue,
     StringConstraints,
+    model_validator,
 )
 from pydantic_core import core_schema
 
 # As many strings as OpenAI's `stop` takes, and far more than anybody has used.
 MAX_STOPS = 4
 MAX_PROMPTS = 64
+_MAX_MESSAGES = 4096
+_MAX_TOOLS = 128
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_SEED = 2**63 - 1
 
 
 class Request(BaseModel):
-    """Base of request bodies."""
+    """Base of request bodies. Lists in them are read up to what is wrong first: to name all that is
+    wrong with a body of some megabytes takes a minute, in which nobody else is heard."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown(cls, value: Any) -> Any:
+        """For the same reason: of very many fields one that is not known is enough to refuse."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        first = next(name for name in value if name not in known)
+        return {name: each for name, each in value.items() if name == first or name in known}
 
 
 class Reply(BaseModel):
@@ -80,7 +94,7 @@ _No = Annotated[Any, Only(False)]
 _Yes = Annotated[Any, Only(True)]
 _Name = Annotated[str, StringConstraints(max_length=256)]
 _TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
-_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Weight = Annotated[float, Field(ge=0, le=1000)]
@@ -138,9 +152,13 @@ class Message(Request):
     """One turn. `developer` is read as `system`; `content` may be null beside tool calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: (
+        str | Annotated[list[TextPart], Field(max_length=_MAX_MESSAGES, fail_fast=True)] | None
+    ) = None
     name: _Name | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: (
+        Annotated[list[ToolCall], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None
+    ) = None
     tool_call_id: _Name | None = None
     # Written beside the text by lm-eval.
     type: Annotated[Any, Only("text")] = None
@@ -163,6 +181,12 @@ class FunctionSpec(Request):
 class Tool(Request):
     type: Literal["function"]
     function: FunctionSpec
+
+
+_Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
+]
+_Tools = Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)]
 
 
 class FunctionName(Request):
@@ -357,7 +381,7 @@ class SamplingRequest(Request):
 class ChatRequest(SamplingRequest):
     """A conversation to answer."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: _Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKEN_ID)] | None = Field(
         None, description="The newer name of max_tokens; give one of them."
     )
@@ -369,7 +393,7 @@ class ChatRequest(SamplingRequest):
     )
     top_logprobs: Annotated[Any, Only(0, why=_NO_ALTERNATIVES)] = None
     response_format: ResponseFormat | None = Field(None, description=_FORMAT)
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(
+    tools: _Tools | None = Field(
         None,
         description="Functions that the model may call. Its chat template must have a place for "
         "them.",
@@ -411,8 +435,8 @@ class CompletionRequest(SamplingRequest):
     prompt: (
         str
         | _TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     echo: bool | None = Field(None, description="Begin each text with its prompt.")
     logprobs: Annotated[Any, Only(0, why=_NO_ALTERNATIVES)] = Field(
@@ -428,19 +452,19 @@ class TokenizeRequest(Request):
 
     model: Annotated[str, StringConstraints(max_length=1024)] | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: _Messages | None = None
     add_generation_prompt: bool = True
     add_special_tokens: _No = None
     return_token_strs: bool | None = None
     chat_template_kwargs: _JsonObject | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: _Tools | None = None
 
 
 class DetokenizeRequest(Request):
     """Tokens, four times max_model_len at most."""
 
     model: Annotated[str, StringConstraints(max_length=1024)] | None = None
-    tokens: list[_TokenId]
+    tokens: Annotated[list[_TokenId], Field(fail_fast=True)]
 
 
 # Replies
