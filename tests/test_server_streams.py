@@ -21,7 +21,7 @@ from served import (
 )
 
 from oled_moe.decoding import TokenChange
-from oled_moe.errors import OledMoeError
+from oled_moe.errors import ConfigError, OledMoeError
 from oled_moe.server import create_app
 from oled_moe.server_streams import StreamTiming
 
@@ -240,6 +240,24 @@ def test_an_error_before_the_reply_has_its_status() -> None:
         assert await exchange.start() == 500
         (body,) = [await exchange.message()]
         assert b'"code":"internal"' in body["body"]
+
+    asyncio.run(play())
+
+
+def test_an_error_that_comes_before_anybody_waits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        stage = Stage()
+        submit = stage.runtime.scheduler.submit
+
+        def fail(*args: Any, **callbacks: Any) -> Any:
+            handle = submit(*args, **callbacks)
+            callbacks["on_error"](ConfigError("seed is odd; allowed: even"))
+            return handle
+
+        monkeypatch.setattr(stage.runtime.scheduler, "submit", fail)
+        exchange = await stage.ask(QUESTION)
+        assert await exchange.start() == 400
+        assert b'"param":"seed"' in (await exchange.message())["body"]
 
     asyncio.run(play())
 

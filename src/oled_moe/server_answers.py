@@ -144,6 +144,8 @@ class Answers:
 
     async def finished(self) -> None:
         """Wait for all results. Raises: the first error of any."""
+        # One may have failed before anybody waited.
+        self.check()
         while not all(answer.is_over for answer in self.answers):
             await self._changed.wait()
             self._changed.clear()
