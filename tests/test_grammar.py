@@ -104,6 +104,7 @@ def test_special_tokens_are_never_text(compiler: GrammarCompiler) -> None:
         (Grammar("json_schema", '{"type": "string", "format": "nonsense"}'), "nonsense"),
         (Grammar("json_schema", '{"x-guidance": {"lenient": true}}'), "x-guidance"),
         (Grammar("json_schema", '{"anyOf": []}'), "anyOf"),
+        (Grammar("regex", "a\\\\\\"), "ends with a backslash"),
         (Grammar("regex", "(a"), "regular expression"),
         (Grammar("regex", "(?=a)b"), "look-around"),
         (Grammar("lark", 'start: a\na: "x'), "Lark"),

@@ -111,6 +111,12 @@ def grammar_source(grammar: Grammar) -> str:
             f"{MAX_GRAMMAR_BYTES} bytes; make it smaller"
         )
     if grammar.kind == "regex":
+        # llguidance drops it in silence.
+        if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:
+            raise ConfigError(
+                "the regular expression ends with a backslash that escapes nothing; write two for "
+                "a backslash, or leave it out"
+            )
         return str(LLMatcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
         return str(LLMatcher.grammar_from_lark(grammar.text))
