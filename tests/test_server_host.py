@@ -12,6 +12,7 @@ import pytest
 from live_server import live_server
 from starlette.types import Receive, Scope, Send
 
+from oled_moe import server_host
 from oled_moe.server_host import MAX_HEADER_BYTES
 from oled_moe.server_middleware import RequestLog
 
@@ -94,6 +95,36 @@ def test_what_is_no_http_is_400_and_a_debug_line(
     # httpcore and asyncio speak at this level too.
     ours = [r.getMessage() for r in caplog.records if r.name == "oled_moe.server_host"]
     assert len(ours) == 3
+
+
+@pytest.mark.parametrize(
+    ("begun", "reply"),
+    [
+        (b"", b""),
+        (HEAD, b"HTTP/1.1 400"),
+        (HEAD + b"Content-Length: 5\r\n\r\n1234", b"HTTP/1.1 400"),
+    ],
+)
+def test_who_never_finishes_a_request_is_not_waited_for(
+    address: tuple[str, int],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: bytes,
+    reply: bytes,
+) -> None:
+    monkeypatch.setattr(server_host, "ARRIVAL_S", 0.1)
+    # What the server says of itself, or nothing, and then the end: the client only listens.
+    heard = say(address, begun)
+    assert heard.startswith(reply) and (reply or not heard)
+    assert warnings(caplog) == []
+
+
+def test_an_answer_may_take_longer_than_a_request(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_host, "ARRIVAL_S", 0.01)
+    heard = say(address, HEAD + b"Connection: close\r\n\r\n")
+    assert heard.count(b"x" * 1000) == 10
 
 
 @pytest.mark.parametrize("is_reset", [False, True])

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 _FAREWELL_S = 3
 # A request's line and headers; those of browsers and proxies are a tenth of it.
 MAX_HEADER_BYTES = 64 * 2**10
+# How long one request may take to arrive; otherwise a thousand connections that say nothing, or a
+# byte a minute, would keep everybody else out for good.
+ARRIVAL_S = 60.0
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -65,6 +68,23 @@ class Connection(H11Protocol):
     h11 rather than httptools, which bounds no header: 100 MB of one would be kept.
     """
 
+    _arrival: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_the_rest()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._wait_no_more()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._wait_for_the_rest()
+        else:
+            self._wait_no_more()
+
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, in words where no reply has begun."""
         self._tell_the_app()
@@ -83,6 +103,24 @@ class Connection(H11Protocol):
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             self._tell_the_app()
+            self.transport.close()
+
+    def _wait_for_the_rest(self) -> None:
+        if self._arrival is None:
+            self._arrival = self.loop.call_later(ARRIVAL_S, self._end_waiting)
+
+    def _wait_no_more(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _end_waiting(self) -> None:
+        """The time is over. Who has said nothing is told nothing: browsers open connections in
+        advance, and would take it for the answer to what they ask next."""
+        has_begun = self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]
+        if has_begun and not self.transport.is_closing():
+            self.send_400_response(f"The request did not arrive whole within {ARRIVAL_S:g} s.")
+        else:
             self.transport.close()
 
     def _tell_the_app(self) -> None:
