@@ -17,7 +17,13 @@ from test_engine import CONFIG, write_tokenizer
 from oled_moe.cache import ExpertCache
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.engine import Engine, GenerationResult, StepEvent
-from oled_moe.errors import ConfigError, InputError, QueueFullError, ShuttingDownError
+from oled_moe.errors import (
+    ConfigError,
+    InputError,
+    OledMoeError,
+    QueueFullError,
+    ShuttingDownError,
+)
 from oled_moe.scheduler import RequestHandle, Scheduler, StepReport
 from oled_moe.types import Phase
 
@@ -296,6 +302,13 @@ def test_bad_requests_are_refused_at_once(engine: Engine) -> None:
         with pytest.raises(ConfigError, match="params"):
             submit(scheduler, [1], "fast")  # type: ignore[arg-type]
         assert is_idle(scheduler)
+
+
+def test_a_forked_process_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Scheduler(engine) as scheduler, monkeypatch.context() as forked:
+        forked.setattr("os.getpid", lambda: -1)
+        with pytest.raises(OledMoeError, match="forked"):
+            submit(scheduler, [1])
 
 
 def test_cancelling_at_any_moment_leaves_nothing(engine: Engine) -> None:

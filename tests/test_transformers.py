@@ -474,6 +474,18 @@ def test_two_threads_run_one_model(stored_qwen: tuple[Any, Path]) -> None:
     offloaded_experts(model).cache.check()
 
 
+def test_a_forked_process_is_told(
+    stored_qwen: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads are not there: without a word it would wait for a copy for ever."""
+    model = offload_experts(stored_qwen[1], experts_per_layer=2)
+    with monkeypatch.context() as forked:
+        forked.setattr("os.getpid", lambda: -1)
+        with pytest.raises(OledMoeError, match="forked"):
+            logits_of(model)
+    assert logits_of(model).isfinite().all()
+
+
 def test_a_dropped_model_leaves_no_threads(stored_qwen: tuple[Any, Path]) -> None:
     before = set(threading.enumerate())
     model = offload_experts(stored_qwen[1], experts_per_layer=2)

@@ -62,6 +62,7 @@ from oled_moe.grammar import GrammarCompiler
 from oled_moe.hardware import load_hardware
 from oled_moe.kernels.cpu import max_native_rows
 from oled_moe.kernels.native import native_kernels
+from oled_moe.lanes import check_process
 from oled_moe.layers import ATTENTION_SLICE, LOGIT_ROWS
 from oled_moe.lossy import LossyRule, build_lossy
 from oled_moe.low_precision import LowPrecisionPack
@@ -659,14 +660,10 @@ class Engine:
     def _check_open(self) -> None:
         if not self._release.alive:
             raise OledMoeError("the engine is closed; make a new one")
+        check_process(self._process_id, "made the engine", "make the engine after the fork")
 
     def _check_turn(self) -> None:
         self._check_open()
-        if os.getpid() != self._process_id:
-            raise OledMoeError(
-                "this process was forked from the one that made the engine and lacks its threads; "
-                "make the engine after the fork"
-            )
         if self._turn_owner is threading.current_thread():
             raise OledMoeError(
                 "this thread is still streaming an answer from this engine; finish or close that "

@@ -7,6 +7,7 @@ A GPU's lanes, whose work is enqueued on streams and whose events are theirs, ar
 """
 
 import itertools
+import os
 import queue
 import random
 import threading
@@ -18,6 +19,15 @@ from typing import Protocol
 from oled_moe.errors import OledMoeError
 
 Work = Callable[[], None]
+
+
+def check_process(process_id: int, made: str, remedy: str) -> None:
+    """Raise OledMoeError where this is not the process whose threads are to do the work: those are
+    lost in a fork, and whoever waited for them would wait for ever."""
+    if os.getpid() != process_id:
+        raise OledMoeError(
+            f"this process was forked from the one that {made} and lacks its threads; {remedy}"
+        )
 
 
 class Event(Protocol):

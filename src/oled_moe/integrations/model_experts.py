@@ -6,6 +6,7 @@ Legend: T tokens, D hidden, F hidden of one expert, K experts per token.
 """
 
 import copy
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from oled_moe.devices import Tiers
 from oled_moe.errors import ConfigError, OledMoeError
 from oled_moe.integrations.expert_modules import OWNER, ExpertModules, put_back
 from oled_moe.kernels.cpu import padded_rows
+from oled_moe.lanes import check_process
 from oled_moe.memory import MemoryPlan
 from oled_moe.store import ExpertStore, SlotArena
 from oled_moe.types import (
@@ -158,6 +160,7 @@ class ModelExperts:
         self._counts = _Counts()
         tiers.experts.observers.append(self._counts)
         self._lock = threading.Lock()
+        self._process_id = os.getpid()
         self._call: _Call | None = None
         # The forward under way and its last layer so far; then what the last one was like.
         self._context: ForwardContext | None = None
@@ -216,6 +219,8 @@ class ModelExperts:
         total_T1 = mixing_TK.sum(-1, keepdim=True)
         gates_TK = mixing_TK / torch.where(total_T1 == 0, 1, total_T1)
         with self._lock, torch.no_grad():
+            # Another thread may have restored the model meanwhile.
+            self._check_open()
             if self._kernel is not None:
                 self._kernel.module = module
             context = self._forward_of(layer, len(hidden_TD))
@@ -251,11 +256,19 @@ class ModelExperts:
                 budget_bytes=self._budget_bytes,
             )
 
+    def _check_open(self) -> None:
+        if not self._release.alive:
+            raise OledMoeError("the experts of this model are closed; offload it again")
+        check_process(
+            self._process_id,
+            "offloaded the experts of this model",
+            "load and offload the model after the fork",
+        )
+
     def _check(self, module: nn.Module, hidden_TD: Tensor, ids_TK: Tensor) -> None:
         """Raises: OledMoeError for what offloaded experts cannot compute."""
         layout, memory = self.tiers.layout, self.tiers.pool.arena.memory
-        if not self._release.alive:
-            raise OledMoeError("the experts of this model are closed; offload it again")
+        self._check_open()
         if module.training:
             raise OledMoeError("offloaded experts are for inference only; call model.eval()")
         if hidden_TD.requires_grad and torch.is_grad_enabled():
