@@ -4,8 +4,10 @@ import copy
 import importlib
 import json
 import logging
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import threading
@@ -29,6 +31,7 @@ from oled_moe.errors import (
     OledMoeError,
 )
 from oled_moe.integrations import transformers as integration
+from oled_moe.integrations.pretrained import PretrainedExperts
 from oled_moe.integrations.transformers import (
     expert_stats,
     offload_experts,
@@ -620,6 +623,44 @@ def test_checkpoints_with_faults(stored_qwen: tuple[Any, Path], tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Nothing"]}))
     with pytest.raises(ConfigError, match="architectures in config.json"):
         offload_experts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 2.5},
+        {"num_experts_per_tok": None},
+        {"head_dim": 0},
+        {"dtype": "floats"},
+        {"pad_token_id": 999},
+        {"num_attention_heads": 3},
+    ],
+)
+def test_configs_that_cannot_be_are_told_in_a_line(
+    stored_qwen: tuple[Any, Path], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    shutil.copytree(stored_qwen[1], tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointError, match="Transformers") as caught:
+        offload_experts(tmp_path / "model")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_changes_while_it_is_loaded_is_told(
+    stored_qwen: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(stored_qwen[1], tmp_path / "model")
+    open_store = PretrainedExperts.open_store
+
+    def cut_short(pretrained: PretrainedExperts, method: str) -> Any:
+        store = open_store(pretrained, method)
+        os.truncate(tmp_path / "model/model.safetensors", 1000)
+        return store
+
+    monkeypatch.setattr(PretrainedExperts, "open_store", cut_short)
+    with pytest.raises(CheckpointError, match="try again"):
+        offload_experts(tmp_path / "model")
 
 
 def test_a_read_that_fails_is_told_and_the_next_forward_works(

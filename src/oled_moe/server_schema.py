@@ -156,9 +156,9 @@ class Message(Request):
         str | Annotated[list[TextPart], Field(max_length=_MAX_MESSAGES, fail_fast=True)] | None
     ) = None
     name: _Name | None = None
-    tool_calls: (
-        Annotated[list[ToolCall], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None
-    ) = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = (
+        None
+    )
     tool_call_id: _Name | None = None
     # Written beside the text by lm-eval.
     type: Annotated[Any, Only("text")] = None
@@ -183,9 +183,7 @@ class Tool(Request):
     function: FunctionSpec
 
 
-_Messages = Annotated[
-    list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
-]
+_Messages = Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
 _Tools = Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)]
 
 

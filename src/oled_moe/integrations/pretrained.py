@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -37,6 +39,13 @@ from oled_moe.store import DiskExpertStore, ExpertPart, Matrix
 _MATRIX_OF: dict[str, Matrix] = {"gate_up_proj": "gate_up", "down_proj": "down"}
 # What each source of a converter is, by what it makes.
 _SOURCES: dict[str, tuple[Matrix, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+
+# What Transformers raises, wherever it comes upon it, for a config that says what cannot be, and
+# for files that are not what their headers said.
+_REFUSALS = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
+    *(ArithmeticError, RuntimeError, StrictDataclassError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +82,7 @@ class PretrainedExperts:
         config = _config_of(directory)
         model_class = _class_of(config)
         wanted = _dtype_of(dtype) or _dtype_of(getattr(config, "dtype", None))
-        with torch.device("meta"):
-            outline = model_class(config)
+        outline = _outline_of(directory, model_class, config)
         found = find_expert_modules(outline)
         if found.is_transposed:
             raise ConfigError(
@@ -134,7 +142,13 @@ class PretrainedExperts:
 
         # The same class but for what it has once it is made: loading finds no room for experts.
         without = type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__})
-        model = without.from_pretrained(self.path, dtype=self.dtype)  # type: ignore[attr-defined]
+        try:
+            model = without.from_pretrained(self.path, dtype=self.dtype)  # type: ignore[attr-defined]
+        except (SafetensorError, *_REFUSALS) as error:
+            raise CheckpointError(
+                f"{self.path}: Transformers cannot load what is no expert: {_first_line(error)}; "
+                "if its files changed meanwhile, try again, else download it again"
+            ) from error
         model.__class__ = base
         modules = tuple(tuple(model.get_submodule(name) for name in group) for group in found.names)
         return model, ExpertModules(
@@ -150,15 +164,34 @@ class PretrainedExperts:
 def _config_of(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
+    except _REFUSALS as error:
         raise CheckpointError(
-            f"{directory}: Transformers cannot read its config.json: {str(error).splitlines()[0]}"
+            f"{directory}: Transformers cannot read its config.json: {_first_line(error)}"
         ) from error
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{directory}: its weights are quantized; allowed: float32, float16, bfloat16"
         )
     return config
+
+
+def _outline_of(directory: Path, model_class: Any, config: Any) -> PreTrainedModel:
+    """The model without any weights."""
+    try:
+        with torch.device("meta"):
+            outline: PreTrainedModel = model_class(config)
+    except _REFUSALS as error:
+        raise CheckpointError(
+            f"{directory}: Transformers makes no {model_class.__name__} of its config.json: "
+            f"{_first_line(error)}; check its numbers, or download it again"
+        ) from error
+    return outline
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    # Such as "Validation error for field 'hidden_size':", with the reason below.
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _class_of(config: Any) -> Any:
