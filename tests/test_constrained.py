@@ -223,10 +223,7 @@ def test_a_stop_id_that_is_text_may_be_written() -> None:
 def test_text_that_no_token_writes_is_an_error() -> None:
     constraint, params = constraint_of("ab[xy]z")
     state = start(constraint, params)
-<<<<<<< HEAD
-=======
     # The grammar is the caller's, as a value that is not allowed is.
->>>>>>> 44aee85 (A body that is wrong in a million places is refused at the first of them; a grammar that allows nothing is the request's fault)
     assert isinstance(constraint.error, ConfigError)
     assert "no token of this model" in str(constraint.error)
     assert not constraint.wants_forward(state) and constraint.num_tokens is not None

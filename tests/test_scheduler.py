@@ -359,6 +359,33 @@ def test_a_failing_forward_fails_its_requests_and_no_others(
         assert is_idle(scheduler) and not engine._running
 
 
+@pytest.mark.parametrize("where", ["_next_group", "_retire", "_admit"])
+def test_a_scheduler_that_fails_says_so_and_leaves_nobody_waiting(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise SystemError("nobody foresaw this")
+
+    failures: list[OledMoeError] = []
+    with Scheduler(engine) as scheduler:
+        scheduler.on_failure = failures.append
+        monkeypatch.setattr(scheduler, where, fail)
+        with scheduler._changed:
+            receivers = [submit(scheduler, [i])[1] for i in range(7)]
+        for receiver in receivers:
+            assert receiver.over.wait(60)
+        scheduler._thread.join(60)
+        assert not scheduler._thread.is_alive() and is_idle(scheduler)
+        with pytest.raises(OledMoeError, match="the scheduler failed") as caught:
+            submit(scheduler, [1])
+        assert failures == [caught.value]
+    assert "nobody foresaw this" in caplog.text
+    # What the requests held is theirs still; this engine is others' too.
+    for request_id in list(engine._running):
+        engine._running.remove(request_id)
+        engine.cache.end_request(request_id)
+
+
 def test_a_receiver_that_fails_is_given_up(engine: Engine, caplog: Any) -> None:
     def fail() -> None:
         raise RuntimeError("the client is gone")

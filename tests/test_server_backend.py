@@ -8,7 +8,7 @@ from checkpoints import synthetic_llada2, write_checkpoint
 
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.engine import Engine
-from oled_moe.errors import CheckpointError, ConfigError, ShuttingDownError
+from oled_moe.errors import CheckpointError, ConfigError, OledMoeError, ShuttingDownError
 from oled_moe.server_backend import LoadingBackend, NotServingError, Runtime, start_runtime
 
 
@@ -61,6 +61,19 @@ def test_a_model_that_cannot_be_loaded_is_told_to_everybody() -> None:
     assert has_ended.wait(60)
     assert isinstance(backend.error, CheckpointError)
     with pytest.raises(NotServingError, match="torn") as caught:
+        backend.runtime()
+    assert caught.value.state == "failed"
+
+
+def test_a_scheduler_that_fails_later_is_told_to_everybody() -> None:
+    runtime, ends = runtime_of([]), threading.Semaphore(0)
+    backend = LoadingBackend(lambda: runtime, ends.release)
+    backend.start()
+    assert ends.acquire(timeout=60) and backend.error is None
+    assert runtime.scheduler.on_failure is not None
+    runtime.scheduler.on_failure(OledMoeError("it fell over"))
+    assert ends.acquire(timeout=60) and str(backend.error) == "it fell over"
+    with pytest.raises(NotServingError, match="answers no more: it fell over") as caught:
         backend.runtime()
     assert caught.value.state == "failed"
 

@@ -237,6 +237,11 @@ class Replica:
         if hasattr(self, "_app"):
             self._backend.drain(0.0)
 
+    def check_health(self) -> None:
+        """Asked by Ray, which replaces a replica that raises."""
+        if self._backend.error is not None:
+            raise self._backend.error
+
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
         """The ASGI messages with which the app answers a request, as they come."""
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()

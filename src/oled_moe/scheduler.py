@@ -83,7 +83,8 @@ class Scheduler:
     than the blocks at work, is read in the forward that denoises its first block and theirs; longer
     ones have forwards of their own, which take turns with steps, so that neither keeps the other
     waiting. Requests whose blocks are not equally long take turns
-    too. `observers` are told of every forward.
+    too. `observers` are told of every forward. What nobody foresaw in the scheduler itself is its
+    end: it is logged, all requests and `on_failure` are told, and nothing is taken any more.
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = DEFAULT_MAX_WAITING) -> None:
@@ -91,11 +92,13 @@ class Scheduler:
         self.engine = engine
         self.max_waiting = max_waiting
         self.observers: list[Callable[[StepReport], None]] = []
+        self.on_failure: Callable[[OledMoeError], None] | None = None
         self._max_running = engine.config.max_num_seqs
         self._changed = threading.Condition()
         self._waiting: deque[RequestHandle] = deque()
         self._running: list[RequestHandle] = []
         self._cancelled: list[RequestHandle] = []
+        self._failure: OledMoeError | None = None
         # When no request may run any more, None while new ones are taken.
         self._deadline_s: float | None = None
         self._prefilled_last = False
@@ -184,6 +187,8 @@ class Scheduler:
 
     def _check_room(self) -> None:
         with self._changed:
+            if self._failure is not None:
+                raise self._failure
             if self._deadline_s is not None:
                 raise ShuttingDownError("the server is shutting down; send the request elsewhere")
             num_there = len(self._waiting) + len(self._running)
@@ -201,11 +206,30 @@ class Scheduler:
     # The thread
 
     def _run(self) -> None:
-        while self._wait_for_work():
-            self._drop_cancelled()
-            self._admit()
-            if self._running:
-                self._forward()
+        try:
+            while self._wait_for_work():
+                self._drop_cancelled()
+                self._admit()
+                if self._running:
+                    self._forward()
+        # Kept and told, not handled: a thread that ended without a word would leave all waiting.
+        except BaseException as error:
+            logger.critical("the scheduler failed; no request is answered any more", exc_info=error)
+            self._give_up(OledMoeError("the scheduler failed, its log says why; start it again"))
+
+    def _give_up(self, failure: OledMoeError) -> None:
+        with self._changed:
+            self._failure = failure
+            left = [*self._running, *self._waiting]
+            self._running.clear()
+            self._waiting.clear()
+        for handle in left:
+            on_error = handle._on_error
+            # What the engine holds for it stays: nobody knows what state that is in.
+            _close(handle)
+            _tell_of(failure, on_error)
+        if self.on_failure is not None:
+            self.on_failure(failure)
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; returns whether there ever will be."""
@@ -363,12 +387,7 @@ class Scheduler:
     def _fail(self, handle: RequestHandle, error: BaseException) -> None:
         on_error = handle._on_error
         self._retire(handle)
-        if on_error is None:
-            return
-        try:
-            on_error(error)
-        except Exception:
-            logger.exception("the receiver of a request's error failed")
+        _tell_of(error, on_error)
 
     def _retire(self, handle: RequestHandle) -> None:
         """Nothing of a request is left here or in the engine."""
@@ -404,6 +423,15 @@ def _num_blocks_left(request: RunningRequest) -> int:
 def _running(handle: RequestHandle) -> RunningRequest:
     assert handle._running is not None
     return handle._running
+
+
+def _tell_of(error: BaseException, on_error: OnError | None) -> None:
+    if on_error is None:
+        return
+    try:
+        on_error(error)
+    except Exception:
+        logger.exception("the receiver of a request's error failed")
 
 
 def _close(handle: RequestHandle) -> None:

@@ -56,7 +56,7 @@ class LoadingBackend:
     """A Backend whose model is loaded by a thread of its own.
 
     `load` makes the runtime. `on_end` is called from that thread once it has, or has failed, in
-    which case `error` says why.
+    which case `error` says why; and once more should the scheduler fail later.
     """
 
     def __init__(self, load: Callable[[], Runtime], on_end: Callable[[], None]) -> None:
@@ -86,7 +86,8 @@ class LoadingBackend:
         if self._is_draining:
             raise NotServingError("draining", "the server is about to end; ask another one")
         if self.error is not None:
-            raise NotServingError("failed", f"the model could not be loaded: {self.error}")
+            what = "could not be loaded" if self._runtime is None else "answers no more"
+            raise NotServingError("failed", f"the model {what}: {self.error}")
         if self._runtime is None:
             raise NotServingError("loading", "the model is being loaded; try again soon")
         return self._runtime
@@ -107,11 +108,17 @@ class LoadingBackend:
         except BaseException as error:
             self.error = error
         else:
+            runtime.scheduler.on_failure = self._fail
             with self._lock:
                 self._runtime = runtime
                 is_late = self._is_draining
             if is_late:
                 runtime.close()
+        self._on_end()
+
+    def _fail(self, failure: OledMoeError) -> None:
+        """On the scheduler's thread, its last act."""
+        self.error = failure
         self._on_end()
 
 
