@@ -24,8 +24,17 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from oled_moe.config import EngineConfig
-from oled_moe.errors import ConfigError, MissingDependencyError
-from oled_moe.ray_serve import Front, ServeArgs, _divided, build, merge_metrics, session_key
+from oled_moe.errors import ConfigError, MissingDependencyError, OledMoeError
+from oled_moe.ray_serve import (
+    Front,
+    Replica,
+    ServeArgs,
+    _divided,
+    build,
+    merge_metrics,
+    session_key,
+)
+from oled_moe.server_backend import LoadingBackend
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "ray"
 START_S, WAIT_S = 400, 120
@@ -55,6 +64,15 @@ def test_a_replica_takes_what_it_runs_and_a_little_more() -> None:
     assert ServeArgs(model="demo", max_num_seqs=4, spill_after=0).most_at_once == 4
     # More than its scheduler lets wait would be refused, not spilled.
     assert ServeArgs(model="demo", max_num_seqs=4, spill_after=9, max_queue=2).most_at_once == 6
+
+
+def test_a_replica_whose_scheduler_failed_is_unwell() -> None:
+    replica = object.__new__(Replica)
+    replica._backend = LoadingBackend(lambda: pytest.fail("it is not started"), lambda: None)
+    replica.check_health()
+    replica._backend.error = OledMoeError("it fell over")
+    with pytest.raises(OledMoeError, match="it fell over"):
+        replica.check_health()
 
 
 def test_replicas_of_one_machine_divide_it() -> None:
