@@ -21,6 +21,7 @@ from oled_moe.cli import main
 from oled_moe.errors import ConfigError
 from oled_moe.kernels.rows import choose_within, route
 from oled_moe.lossy import LOSSY, LossyRule, build_lossy
+from oled_moe.models import FAMILIES
 from oled_moe.recording import PromptToRecord, record_trace
 from oled_moe.replay import Replayer
 from oled_moe.sharing import RoutedTokens, SharingPolicy
@@ -397,22 +398,48 @@ def test_resident_costs_no_load_where_enough_is_resident(model: Path, exact: Any
     assert not any(each.stats.choices_replaced for each in results)
 
 
-@pytest.mark.parametrize("name", ["sdar_moe", "rnd1", "llada_moe"])
-def test_other_families_share_too(name: str) -> None:
-    values = json.loads((GOLDEN / name / "config.json").read_text())
-    top_k = values["num_experts_per_tok"]
-    params = SamplingParams(max_tokens=16, **({} if name == "rnd1" else {"block_length": 8}))
+# One checkpoint of each family, with how many experts a token takes.
+FAMILY_TOP_K = {"llada2_a": 4, "sdar_moe": 4, "rnd1": 4, "llada_moe": 4, "diffusion_gemma": 3}
+
+
+def test_every_family_is_asked_to_share() -> None:
+    types = {
+        json.loads((GOLDEN / name / "config.json").read_text())["model_type"]
+        for name in FAMILY_TOP_K
+    }
+    assert types == set(FAMILIES) - {"llada2_moe_veomni"}  # the first in other files
+
+
+@pytest.mark.parametrize("name", FAMILY_TOP_K)
+def test_every_family_shares_by_every_rule(name: str) -> None:
+    top_k = FAMILY_TOP_K[name]
+    is_free = name in ("rnd1", "diffusion_gemma")  # to choose its block's length
+    params = SamplingParams(max_tokens=16, **({} if is_free else {"block_length": 8}))
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    sizes: list[int] = []
+
+    def observe(demand: LayerDemand, plan: LayerPlan) -> None:
+        end = 0
+        for row in demand.context.rows:
+            start, end = end, end + row.num_tokens
+            if row.phase == Phase.DENOISE:
+                sizes.append(len(np.unique(demand.topk_ids[start:end])))
 
     def run(lossy: str | None) -> tuple[list[int], int]:
         with open_engine(GOLDEN / name, lossy=lossy) as engine:
+            sizes.clear()
+            engine.experts.observers.append(observe)
             result = engine.generate(prompt, params)
             return result.token_ids, result.stats.choices_replaced
 
     tokens, _ = run(None)
+    assert max(sizes) > top_k + 1
     assert run(f"des-seq:top={top_k}") == (tokens, 0)
-    for spec in ("des-seq:top=1", f"des-vote:experts={top_k}", "resident:threshold=1"):
-        assert run(spec)[1] > 0
+    for spec in ("des-seq:top=1", "dmoe:coverage=0.1,minimum=1", "resident:threshold=1"):
+        assert run(spec)[1] > 0, spec
+    assert run(f"des-vote:experts={top_k + 1}")[1] > 0
+    # One set for all that is denoised together, wherever in the sequence that begins.
+    assert max(sizes) == top_k + 1
 
 
 def test_block_routing_bounds_what_a_rule_may_allow(tmp_path: Path) -> None:

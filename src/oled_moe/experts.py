@@ -187,7 +187,8 @@ class OffloadedExperts:
         scores, ids, shares = self._link.to_host(choice_TE, routing.ids_TK, routing.shares_TK)
         is_resident = np.zeros(self.cache.shape.num_experts, dtype=np.bool_)
         is_resident[self.cache.resident_ids(layer)] = True
-        sizes = context.block_sizes
+        # What denoises is one block or one canvas, wherever it begins; no rule sees other rows.
+        sizes = [row.num_tokens for row in context.rows]
         routed = RoutedTokens(
             scores.numpy(),
             ids.numpy(),

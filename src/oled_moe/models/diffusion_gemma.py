@@ -33,11 +33,14 @@ from oled_moe.layers import (
     ATTENTION_SLICE,
     ForwardBatch,
     QuerySlice,
+    Routing,
     RunPiece,
     Segment,
+    choose_within,
     rotate,
     run_directly,
     sliced_attention,
+    softmax_shares,
     write_kv,
 )
 from oled_moe.models.fields import MAX_EXPERTS, MAX_LAYERS, FieldReader
@@ -666,19 +669,18 @@ class DiffusionGemma:
         window = weights.shape.window
         attended = forward.attend(layer, queries_TQH, window)
         name = "route" if window else "route_whole"
-        hidden_TD, normed_TD, ids_TK, shares_TK, weights_TK, scores_TE = self._run(
-            layer, name, self._route, attended, hidden_TD
-        )
+        hidden_TD, normed_TD, *routed = self._run(layer, name, self._route, attended, hidden_TD)
+        routing = self._restrict(layer, Routing(*routed), batch)
         pending = self._experts.start(
             layer,
             normed_TD,
-            ids_TK,
-            shares_TK,
+            routing.ids_TK,
+            routing.shares_TK,
             batch.context,
-            scores_TE if self._experts.wants_gate_scores else None,
+            routing.scores_TE if self._experts.wants_gate_scores else None,
         )
         (shared_TD,) = self._run(layer, "shared", self._shared, hidden_TD)
-        out_TD = self._experts.finish(pending, weights_TK).to(normed_TD.dtype)
+        out_TD = self._experts.finish(pending, routing.weights_TK).to(normed_TD.dtype)
         (hidden_TD,) = self._run(
             layer, "end", self._end, hidden_TD, shared_TD, out_TD, forward.is_canvas
         )
@@ -694,11 +696,24 @@ class DiffusionGemma:
         hidden_TD = hidden_TD + normed_TD
         routed_TD = self._norm(hidden_TD, None) * weights.router_scale * self._router_scale
         scores_TE = linear(routed_TD, weights.router).softmax(-1, dtype=torch.float32)
-        chosen_TK, ids_TK = scores_TE.topk(self.config.top_k, dim=-1)
-        shares_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
-        weights_TK = shares_TK * weights.expert_scale[ids_TK].float()
+        ids_TK = scores_TE.topk(self.config.top_k, dim=-1).indices
         experts_TD = self._norm(hidden_TD, weights.norms["pre_feedforward_layernorm_2"])
-        return hidden_TD, experts_TD, ids_TK, shares_TK, weights_TK, scores_TE
+        return hidden_TD, experts_TD, *self._routing(layer, ids_TK, scores_TE)
+
+    def _routing(self, layer: int, ids_TK: Tensor, scores_TE: Tensor) -> Routing:
+        shares_TK, _ = softmax_shares(scores_TE, ids_TK, is_normalised=True)
+        weights_TK = shares_TK * self._layers[layer].expert_scale[ids_TK].float()
+        return Routing(ids_TK, shares_TK, weights_TK, scores_TE)
+
+    def _restrict(self, layer: int, routing: Routing, batch: ForwardBatch) -> Routing:
+        """What tokens choose where a lossy rule limits them."""
+        scores_TE = routing.scores_TE
+
+        def choose(allowed_TE: Tensor) -> Routing:
+            ids_TK = choose_within(scores_TE, allowed_TE, top_k=self.config.top_k)
+            return self._routing(layer, ids_TK, scores_TE)
+
+        return self._experts.restrict(layer, routing, scores_TE, batch.context, choose)
 
     def _shared(self, layer: int, hidden_TD: Tensor) -> tuple[Tensor]:
         """The MLP beside the experts, normed on either side."""
