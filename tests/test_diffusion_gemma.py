@@ -22,7 +22,6 @@ from oled_moe import Engine, EngineConfig, SamplingParams
 from oled_moe.cli import main
 from oled_moe.config import (
     NO_MASK_ID,
-    RANDOM_CANVAS_FIELDS,
     DecodingParams,
     Grammar,
     sampling_from_generation_config,
@@ -552,8 +551,9 @@ def test_generation_config_of_a_checkpoint() -> None:
         ({"confidence": "raw"}, "confidence"),
         ({"t_min": 0.5, "t_max": 0.4}, "t_max is 0.4"),
         ({"eos_token_id": 96}, "95"),
-        ({"threshold": 0.5}, "threshold is 0.5; it is for models with masks"),
-        ({"factor": 2.0}, "factor is 2; it is for models with masks"),
+        ({"threshold": 0.5}, "threshold is 0.5; .* which this model is not decoded by: leave it"),
+        ({"factor": 2.0}, "factor is 2.0; it goes with algorithm factor, which this model is not"),
+        ({"mask_token_id": 3}, "mask_token_id is 3; .* which this model is not decoded by"),
     ],
 )
 def test_what_means_nothing_here_is_refused(
@@ -580,11 +580,14 @@ def test_other_models_do_not_take_random_canvases() -> None:
         engine.generate([1], SamplingParams(algorithm="renoising"))
 
 
+RANDOM_CANVAS_FIELDS = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
+
+
 @pytest.mark.parametrize("name", RANDOM_CANVAS_FIELDS)
 def test_what_only_random_canvases_have_is_refused_by_name(name: str) -> None:
     with (
         Engine(GOLDEN.parent / "llada2_a", EngineConfig(hardware=DEFAULT_PROFILE)) as engine,
-        pytest.raises(ConfigError, match=f"{name} is 1; it is for models of random canvases"),
+        pytest.raises(ConfigError, match=f"{name} is 1; it goes with algorithm renoising, which "),
     ):
         engine.generate([1], SamplingParams(**{name: 1}))
 

@@ -16,7 +16,13 @@ from safetensors.torch import load_file
 
 from oled_moe import Engine, EngineConfig, SamplingParams
 from oled_moe.canvas import CanvasSequence
-from oled_moe.config import ALGORITHMS, TRAINED_ALGORITHMS, UNTRAINED_ALGORITHMS, DecodingParams
+from oled_moe.config import (
+    ALGORITHMS,
+    TRAINED_ALGORITHMS,
+    UNTRAINED_ALGORITHMS,
+    DecodingParams,
+    Grammar,
+)
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, DEFAULT_PROFILE
 from oled_moe.engine import GenerationResult, StepEvent
 from oled_moe.errors import ConfigError, InputError
@@ -358,7 +364,7 @@ def test_every_algorithm_fills_every_block(
         top_k=40,
         seed=3,
         ignore_eos=True,
-    )
+    ).looked_at_by(algorithm)
     events = list(engines[model].stream([1, 2, 3, 4, 5, 6, 7], params))
     result = events[-1].result
     assert result is not None and len(result.token_ids) == 13 and MASK not in result.token_ids
@@ -742,7 +748,10 @@ def test_reference_arguments_and_defaults() -> None:
     llada = SamplingParams.from_reference(
         "llada", {"gen_length": 64, "block_length": 16, "steps": 32, "factor": 2.0}
     )
-    assert (llada.algorithm, llada.steps, llada.factor) == ("factor", 8, 2.0)
+    # Its loop takes steps and does not look at them, and so it is not asked about them here.
+    assert (llada.algorithm, llada.steps, llada.factor) == ("factor", None, 2.0)
+    both = SamplingParams.from_reference("llada", {"factor": 2.0, "threshold": 0.5})
+    assert (both.algorithm, both.threshold, both.factor) == ("factor", None, 2.0)
     assert (llada.canvas_cache, llada.cont_weight) == ("none", None)
     dual = {"cache_type": "dual", "cache_update_freq": 4, "cont_weight": 0.3}
     cached = SamplingParams.from_reference("llada", dual)
@@ -791,6 +800,12 @@ def test_decoders_of_dinfer_have_its_names(family: str) -> None:
         ("sdar_moe", {"confidence_threshold": 7}, "threshold is 7; allowed"),
         ("rnd1", {"bos_token_id": 4}, "bos_token_id is 4; allowed: None"),
         ("rnd1", {"max_new_tokens": True}, "max_new_tokens is True"),
+        (
+            "llada",
+            {"decoder": "hierarchy", "credit_alpha": 1.0},
+            "credit_alpha is 1.0; decoder hierarchy has no such argument; known: threshold, low",
+        ),
+        ("llada2_moe", {"decoder": "threshold", "factor": 2.0}, "factor is 2.0; decoder threshold"),
     ],
 )
 def test_reference_arguments_that_are_refused(
@@ -798,6 +813,47 @@ def test_reference_arguments_that_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingParams.from_reference(family, args)
+
+
+# What would change nothing, and what it goes with.
+IGNORED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "llada_moe",
+        {"algorithm": "factor", "factor": 2.0, "threshold": 0.5},
+        "threshold is 0.5; it goes with algorithms low_confidence, .* and algorithm is factor: lea",
+    ),
+    (
+        "llada_moe",
+        {"factor": 2.0},
+        "factor is 2.0; it goes with algorithm factor, and algorithm is threshold: leave it out",
+    ),
+    ("llada_moe", {"steps": 8}, "steps is 8; it goes with algorithms low_confidence, sequential, "),
+    ("llada_moe", {"credit_alpha": 1.0}, "it goes with algorithm credit, and algorithm is thresh"),
+    (
+        "llada_moe",
+        {"algorithm": "hierarchy", "remask_threshold": 0.1},
+        "remask_threshold is 0.1; it goes with algorithm hierarchy_remasking, and",
+    ),
+    ("sdar_moe", {"num_to_transfer": 2}, "joint_threshold, which this model is not decoded by: le"),
+    ("sdar_moe", {"confidence_threshold": 0.9}, "renoising, which this model is not decoded by"),
+    ("sdar_moe", {"pad_token_id": 3}, "pad_token_id is 3; it goes with algorithm lowest_entropy"),
+    ("rnd1", {"threshold": 0.5}, "which this model is not decoded by: leave it out"),
+    ("rnd1", {"eb_threshold": 0.5}, "entropy_bounded, renoising, which this model is not decoded"),
+    ("llada_moe", {"prefix_look": 4}, "prefix_look is 4; it goes with canvas_cache vicinity: lea"),
+    (
+        "llada_moe",
+        {"canvas_cache": "dual", "after_look": 4},
+        "after_look is 4; it goes with canvas_cache vicinity: leave it out, or give that too",
+    ),
+    ("llada_moe", {"warmup_steps": 4}, "it goes with canvas_cache prefix, dual, vicinity: leave"),
+    ("llada_moe", {"cache_update_freq": 4}, "cache_update_freq is 4; it goes with canvas_cache p"),
+    ("llada_moe", {"cont_weight_init": 0.1}, "it goes with a cont_weight above 0: leave it out"),
+    (
+        "llada_moe",
+        {"algorithm": "sequential", "cont_weight": 0.3, "threshold_decay": 0.1},
+        "threshold_decay is 0.1; it goes with algorithms low_confidence, ",
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -822,6 +878,7 @@ def test_reference_arguments_that_are_refused(
         ("sdar_moe", {"cont_weight": 0.3}, "cont_weight is 0.3; allowed for this model: 0"),
         ("rnd1", {"canvas_cache": "dual"}, "canvas_cache is 'dual'; allowed for this model: none"),
         ("sdar_moe", {"canvas_cache": "prefix"}, "allowed for this model: none"),
+        *IGNORED,
     ],
 )
 def test_parameters_that_a_family_refuses(
@@ -829,6 +886,26 @@ def test_parameters_that_a_family_refuses(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         engines[model].check([1, 2, 3], SamplingParams(**values))
+
+
+def test_grammars_go_by_threshold_and_steps_whatever_the_algorithm() -> None:
+    grammar = Grammar("json_object")
+    for algorithm in ("factor", "lowest_entropy", "sequential"):
+        assert not SamplingParams(threshold=0.5, grammar=grammar).not_looked_at_by(algorithm)
+        assert not SamplingParams(steps=4, grammar=grammar).not_looked_at_by(algorithm)
+    assert SamplingParams(steps=4, grammar=grammar).not_looked_at_by("joint_threshold") == ["steps"]
+
+
+def test_what_a_checkpoint_says_is_for_its_own_algorithm(tmp_path: Path) -> None:
+    """Only what a request says is refused."""
+    for file in (GOLDEN / "llada_moe").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    values = {"threshold": 0.7, "low_threshold": 0.1, "algorithm": "hierarchy", "steps": 3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    with open_engine(str(tmp_path)) as engine:
+        assert engine.check([1]).params.low_threshold == 0.1
+        found = engine.check([1], SamplingParams(algorithm="factor", factor=2.0)).params
+        assert (found.algorithm, found.factor) == ("factor", 2.0)
 
 
 def test_prompts_that_a_canvas_refuses(engines: dict[str, Engine]) -> None:

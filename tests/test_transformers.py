@@ -22,6 +22,7 @@ from fake_streams import FakeGraphs, FakePinning, FakeStreams
 from ggufs import write_gguf
 from safetensors.torch import load_file
 
+from oled_moe.config import parse_size
 from oled_moe.devices import Gpu
 from oled_moe.errors import (
     CheckpointError,
@@ -244,17 +245,34 @@ def test_a_budget_below_one_expert_a_layer_names_the_smallest_that_works(
 ) -> None:
     whole, path = stored_qwen
     for source in (path, copy.deepcopy(whole)):
-        with pytest.raises(DoesNotFitError) as refused:
+        with pytest.raises(DoesNotFitError, match=r"is 9\.8 KiB, .* of 8\.0 KiB for .*") as refused:
             offload_experts(source, "10KB")
-        least = int(re.findall(r"raise it to (\d+) bytes", str(refused.value))[0])
+        # As the argument takes it, and not a byte more than is needed.
+        advised = re.findall(r"raise it to (\w+) or more", str(refused.value))[0]
+        least = parse_size("expert_memory", advised)
+        assert advised.endswith("KiB")
         with pytest.raises(DoesNotFitError):
             offload_experts(source, least - 1)
         with pytest.raises(DoesNotFitError, match="experts_per_layer"):
             offload_experts(source, experts_per_layer=0.5)
-        model = offload_experts(source, least)
+        model = offload_experts(source, advised)
         assert_close(logits_of(model), logits_of(whole))
         stats = expert_stats(model)
         assert stats.resident_bytes <= stats.slot_bytes <= stats.budget_bytes == least
+
+
+def test_what_does_not_fit_names_only_what_can_be_given(
+    stored_qwen: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, path = stored_qwen
+    for usable_bytes, advised in (
+        (0, "close other programs"),
+        (300 * 2**10, "lower expert_memory to "),
+    ):
+        monkeypatch.setattr(integration, "usable_memory_bytes", lambda value=usable_bytes: value)
+        with pytest.raises(DoesNotFitError, match=advised) as refused:
+            offload_experts(path, "2GiB")
+        assert "force" not in str(refused.value) and "max_model_len" not in str(refused.value)
 
 
 @pytest.mark.parametrize("policy", ["oled", "naive-lru", "oled+prefetch", "oled+global", "tide"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from oled_moe.config import DecodingParams, SamplingParams
+from oled_moe.config import ALGORITHMS, RANDOM_ALGORITHMS, DecodingParams, SamplingParams
 from oled_moe.errors import OledMoeError
 from oled_moe.sampling import (
     ConfidenceArray,
@@ -586,3 +586,53 @@ def test_drawn_tokens_follow_the_filtered_distribution(filters: dict[str, Any]) 
     assert shares[:5] == pytest.approx(np.array(expected), abs=0.0142)
     assert (shares[:5][np.array(expected) == 0] == 0).all()
     assert confidence == pytest.approx(np.array(expected)[drawn], rel=1e-4)
+
+
+# --- what an algorithm looks at
+
+FIELDS: dict[str, Any] = {
+    "threshold": 0.5,
+    "edit_threshold": 0.5,
+    "max_post_edit_steps": 3,
+    "num_to_transfer": 2,
+    "steps": 4,
+    "low_threshold": 0.2,
+    "remask_threshold": 0.2,
+    "factor": 2.0,
+    "credit_alpha": 1.0,
+    "credit_gamma": 0.5,
+    "credit_beta": 0.5,
+    "eb_threshold": 0.2,
+    "eb_gamma": 0.2,
+}
+
+
+class Watched:
+    """Parameters that note which of them are read."""
+
+    def __init__(self, values: DecodingParams) -> None:
+        self.seen: set[str] = set()
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        self.seen.add(name)
+        # Most steps are made of these.
+        if name == "max_steps" and self._values.algorithm == "levenshtein":
+            self.seen.update(("steps", "max_post_edit_steps"))
+        return getattr(self._values, name)
+
+
+@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a not in RANDOM_ALGORITHMS])
+def test_what_a_rule_looks_at_is_what_it_is_said_to(algorithm: str) -> None:
+    """Neither is a field refused that a rule reads, nor one taken that it does not."""
+    watched = Watched(
+        block_params(algorithm, 8)
+        if algorithm != "lowest_entropy"
+        else params(algorithm=algorithm, max_tokens=8)
+    )
+    UNMASKING[algorithm](watched)  # type: ignore[arg-type]  # it is read as they are
+    ignored = SamplingParams(**FIELDS).not_looked_at_by(algorithm)
+    assert set(FIELDS) - set(ignored) == watched.seen & set(FIELDS)
+    kept = SamplingParams(**FIELDS).looked_at_by(algorithm)
+    assert not kept.not_looked_at_by(algorithm)
+    assert all(getattr(kept, name) == FIELDS[name] for name in set(FIELDS) - set(ignored))

@@ -39,6 +39,7 @@ ALGORITHMS = (
     "lowest_entropy",
     "renoising",
 )
+DEFAULT_ALGORITHM = "low_confidence"
 # Those that may change or take back tokens that they have accepted.
 EDITING_ALGORITHMS = ("joint_threshold", "levenshtein", "hierarchy_remasking")
 # Those that fill the whole answer as one block.
@@ -46,13 +47,6 @@ ONE_BLOCK_ALGORITHMS = ("lowest_entropy",)
 # Those for models without a mask, whose canvases begin as random tokens.
 RANDOM_ALGORITHMS = ("renoising",)
 DEFAULT_RENOISING_STEPS = 48
-# What a request may say about these alone, and what about all others.
-RANDOM_CANVAS_FIELDS = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
-MASK_FIELDS = (
-    *("threshold", "edit_threshold", "max_post_edit_steps", "num_to_transfer", "minimal_topk"),
-    *("low_threshold", "remask_threshold", "credit_alpha", "credit_gamma", "credit_beta", "factor"),
-    "eb_gamma",
-)
 # Those for models whose answers are made of blocks of masks.
 BLOCK_ALGORITHMS = tuple(
     name for name in ALGORITHMS if name not in (*ONE_BLOCK_ALGORITHMS, *RANDOM_ALGORITHMS)
@@ -65,6 +59,36 @@ _SCHEDULED = (
     *("low_confidence", "sequential", "low_confidence_static", "low_confidence_dynamic"),
     *("lowest_entropy", "renoising"),
 )
+# Those that accept what is surer than a threshold of their own.
+_THRESHOLDED = (
+    *("low_confidence", "low_confidence_dynamic"),
+    *("threshold", "hierarchy", "hierarchy_remasking", "credit"),
+)
+_MASKED = tuple(name for name in ALGORITHMS if name not in RANDOM_ALGORITHMS)
+_EXTENDED_STEPS = (*_SCHEDULED, "levenshtein")
+# The algorithms that look at a field; fields that are not here are looked at by all of them, or
+# are a family's business. Given with any other, a field is refused (`check_looked_at`).
+_LOOKED_AT_BY: Mapping[str, tuple[str, ...]] = {
+    "steps": _EXTENDED_STEPS,
+    "minimal_topk": tuple(name for name in BLOCK_ALGORITHMS if name in _EXTENDED_STEPS),
+    "threshold": (*_THRESHOLDED, *TRAINED_ALGORITHMS),
+    "threshold_decay": _THRESHOLDED,
+    **dict.fromkeys(("edit_threshold", "max_post_edit_steps"), TRAINED_ALGORITHMS),
+    "num_to_transfer": ("joint_threshold",),
+    "low_threshold": ("hierarchy", "hierarchy_remasking"),
+    "remask_threshold": ("hierarchy_remasking",),
+    **dict.fromkeys(("credit_alpha", "credit_gamma", "credit_beta"), ("credit",)),
+    "factor": ("factor",),
+    "eb_threshold": ("entropy_bounded", *RANDOM_ALGORITHMS),
+    "eb_gamma": ("lowest_entropy",),
+    **dict.fromkeys(("mask_token_id", "delete_token_id", "split_token_id"), _MASKED),
+    "pad_token_id": ("lowest_entropy",),
+    **dict.fromkeys(
+        ("t_min", "t_max", "stability_threshold", "confidence_threshold"), RANDOM_ALGORITHMS
+    ),
+}
+# What a grammar makes of every algorithm but joint_threshold (constrained.py).
+_LOOKED_AT_UNDER_GRAMMARS = ("threshold", "steps", "minimal_topk")
 # Stands in for the id of the mask where a model has none.
 NO_MASK_ID = -1
 # Keys and values that models which see a whole canvas may keep while they work on a block, though
@@ -150,6 +174,14 @@ def size_to_type(num_bytes: int, *, is_most: bool = False) -> str:
         count = num_bytes // _UNITS[unit] if is_most else -(-num_bytes // _UNITS[unit])
         if num_bytes >= 100 * _UNITS[unit]:
             return f"{count}{unit.replace('IB', 'iB')}"
+    return f"{num_bytes}B"
+
+
+def exact_size(num_bytes: int) -> str:
+    """A size as flags take it, in the largest binary unit that says it exactly."""
+    for unit in ("TIB", "GIB", "MIB", "KIB"):
+        if num_bytes and num_bytes % _UNITS[unit] == 0:
+            return f"{num_bytes // _UNITS[unit]}{unit.replace('IB', 'iB')}"
     return f"{num_bytes}B"
 
 
@@ -502,10 +534,28 @@ class SamplingParams:
     def from_reference(cls, family: str, args: Mapping[str, Any]) -> "SamplingParams":
         """What the arguments of a family's reference `generate` mean here.
 
-        Left-out arguments are the reference's defaults. Raises: ConfigError for a family or a name
-        that is not known, and for values that the reference or this class refuses.
+        Left-out arguments are the reference's defaults; what its loop takes and does not look at
+        is left out. Raises: ConfigError for a family or a name that is not known, and for values
+        that the reference or this class refuses.
         """
-        return cls(**sampling_values(family, args))
+        found = cls(**sampling_values(family, args))
+        return found.looked_at_by(found.algorithm)
+
+    def looked_at_by(self, algorithm: str | None) -> "SamplingParams":
+        """This, without what an algorithm (None: the default one) does not look at."""
+        return replace(self, **dict.fromkeys(self.not_looked_at_by(algorithm)))
+
+    def not_looked_at_by(self, algorithm: str | None) -> list[str]:
+        """The fields that are set and that an algorithm (None: the default one) ignores."""
+        name = _default(algorithm, DEFAULT_ALGORITHM)
+        has_own_rule = self.grammar is None or name == "joint_threshold"
+        return [
+            field
+            for field, readers in _LOOKED_AT_BY.items()
+            if getattr(self, field) is not None
+            and name not in readers
+            and (has_own_rule or field not in _LOOKED_AT_UNDER_GRAMMARS)
+        ]
 
     def with_defaults(self, defaults: "SamplingParams") -> "SamplingParams":
         """This, with every field that is None taken from `defaults`."""
@@ -609,7 +659,7 @@ class DecodingParams:
                 "nor the tokenizer; give it as a sampling parameter"
             )
         max_tokens = _default(params.max_tokens, 256)
-        algorithm = _default(params.algorithm, "low_confidence")
+        algorithm = _default(params.algorithm, DEFAULT_ALGORITHM)
         _check_control_ids(params, algorithm)
         is_vicinity = params.canvas_cache == "vicinity"
         is_one_block = algorithm in ONE_BLOCK_ALGORITHMS
@@ -708,6 +758,44 @@ class FamilyDecoding:
     expert_capacity: int | None = None
     canvas_length: int = 0
     policy: str = "oled"
+
+
+def check_looked_at(
+    given: SamplingParams, resolved: DecodingParams, algorithms: Sequence[str]
+) -> None:
+    """Refuse what a request says and nothing will look at. `algorithms`: those of the model.
+
+    Raises: ConfigError naming the field, and what it goes with.
+    """
+    for name in given.not_looked_at_by(resolved.algorithm):
+        readers = _LOOKED_AT_BY[name]
+        remedy = "which this model is not decoded by: leave it out"
+        if not set(readers).isdisjoint(algorithms):
+            readers = tuple(each for each in readers if each in algorithms)
+            remedy = f"and algorithm is {resolved.algorithm}: leave it out, or change the algorithm"
+        plural = "s" if len(readers) > 1 else ""
+        raise ConfigError(
+            f"{name} is {getattr(given, name)!r}; it goes with algorithm{plural} "
+            f"{', '.join(readers)}, {remedy}"
+        )
+    has_cache, is_near = resolved.canvas_cache != "none", resolved.canvas_cache == "vicinity"
+    needs = {
+        **dict.fromkeys(("prefix_look", "after_look"), (is_near, "canvas_cache vicinity")),
+        **dict.fromkeys(
+            ("warmup_steps", "cache_update_freq"),
+            (has_cache, f"canvas_cache {', '.join(CANVAS_CACHES[1:])}"),
+        ),
+        **dict.fromkeys(
+            ("cont_weight_init", "cont_weight_growth", "threshold_decay"),
+            (resolved.cont_weight > 0, "a cont_weight above 0"),
+        ),
+    }
+    for name, (is_met, needed) in needs.items():
+        if getattr(given, name) is not None and not is_met:
+            raise ConfigError(
+                f"{name} is {getattr(given, name)!r}; it goes with {needed}: leave it out, or give "
+                "that too"
+            )
 
 
 def block_routing_words(expert_capacity: int, num_experts: int) -> str:

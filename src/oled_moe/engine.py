@@ -22,13 +22,12 @@ from oled_moe.canvas import new_sequence_of
 from oled_moe.checkpoint import Checkpoint, read_weights
 from oled_moe.config import (
     EDITING_DEFAULTS,
-    MASK_FIELDS,
-    RANDOM_CANVAS_FIELDS,
     DecodingParams,
     EngineConfig,
     FamilyDecoding,
     SamplingParams,
     check_int,
+    check_looked_at,
     sampling_from_generation_config,
 )
 from oled_moe.constrained import HONOURED_ALGORITHMS
@@ -188,7 +187,7 @@ class EnginePlan:
 
         Raises: ConfigError, InputError for what this model cannot do.
         """
-        _check_given(self.model_config.decoding, params)
+        given = params
         params = _with_canvas(self.model_config.decoding, params, num_prompt_tokens).with_defaults(
             self.sampling_defaults
         )
@@ -199,6 +198,7 @@ class EnginePlan:
                 f"{', '.join(algorithms)}"
             )
         resolved = DecodingParams.resolve(params)
+        check_looked_at(given, resolved, algorithms)
         _check_canvas(self.model_config.decoding, resolved, num_prompt_tokens)
         vocab_size = self.model_config.vocab_size
         if not self.model_config.decoding.canvas_length:
@@ -781,19 +781,6 @@ def _check_canvas(family: FamilyDecoding, params: DecodingParams, num_prompt_tok
             f"{last} is in neither the parameters, config.json, generation_config.json nor "
             "the tokenizer, and this model's last slot needs it; give it as a parameter"
         )
-
-
-def _check_given(family: FamilyDecoding, params: SamplingParams) -> None:
-    """Refuse what a request says about masks where there are none, and the other way round."""
-    names: tuple[str, ...]
-    if family.canvas_length:
-        names, models = MASK_FIELDS, "models with masks; this one accepts tokens by eb_threshold"
-    else:
-        names, models = RANDOM_CANVAS_FIELDS, "models of random canvases (DiffusionGemma)"
-    for name in names:
-        value = getattr(params, name)
-        if value is not None:
-            raise ConfigError(f"{name} is {value:g}; it is for {models}: leave it out")
 
 
 def _check_random_canvas(family: FamilyDecoding, params: DecodingParams) -> None:

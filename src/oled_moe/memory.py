@@ -319,8 +319,10 @@ def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int) -> str:
     left = usable_bytes - (model.total_bytes - model.process_bytes)
     if left < shape.expert_bytes:
         lengths = "max_model_len or max_num_seqs" if config.max_num_seqs > 1 else "max_model_len"
+        # Where no keys and values are planned, nothing of them can be spared.
+        shorter = f"lower {lengths}, " if model.kv_bytes else ""
         return (
-            f"even one expert slot does not fit beside the rest of the model; lower {lengths}, "
+            f"even one expert slot does not fit beside the rest of the model; {shorter}"
             "close other programs"
         )
     least = plan.low_bytes + shape.expert_bytes

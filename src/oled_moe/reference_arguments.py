@@ -98,14 +98,28 @@ def _llada2(args: Values) -> Values:
     return values
 
 
-# dInfer's decoders; algorithms have the same names here.
-_DINFER = ("threshold", "hierarchy", "hierarchy_remasking", "credit", "factor")
+# What dInfer's decoders are made with; algorithms have the same names here. Fast-dLLM's `generate`
+# takes a threshold beside the factor, and does not look at it.
+_DINFER = {
+    "threshold": ("threshold",),
+    "hierarchy": ("threshold", "low_threshold"),
+    "hierarchy_remasking": ("threshold", "low_threshold", "remask_threshold"),
+    "credit": ("threshold", "credit_alpha", "boost_gamma", "decay_beta"),
+    "factor": ("factor", "threshold"),
+}
 
 
 def _dinfer(known: "_Arguments") -> Values:
     """What dInfer's parallel decoders are made with; `decoder` says which of them."""
+    decoder = known.take_choice("decoder", "threshold", tuple(_DINFER))
+    for name in sorted(set().union(*_DINFER.values()) - set(_DINFER[decoder])):
+        if known.has(name):
+            raise ConfigError(
+                f"{name} is {known.take(name)!r}; decoder {decoder} has no such argument; known: "
+                f"{', '.join(_DINFER[decoder])}"
+            )
     return {
-        "algorithm": known.take_choice("decoder", "threshold", _DINFER),
+        "algorithm": decoder,
         "threshold": known.take("threshold", 0.9),
         "low_threshold": known.take("low_threshold"),
         "remask_threshold": known.take("remask_threshold"),

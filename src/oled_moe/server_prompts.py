@@ -174,7 +174,10 @@ def sampling_params(
     if body.top_k is not None:
         # What means all tokens elsewhere; a limit of the server's or the model's is lifted.
         values["top_k"] = body.top_k if body.top_k > 0 else engine.model_config.vocab_size
-    params = with_face_defaults(engine, SamplingParams(**values).with_defaults(defaults))
+    given = SamplingParams(**values)
+    # The server's own settings are for its own algorithm.
+    rest = defaults if given.algorithm is None else defaults.looked_at_by(given.algorithm)
+    params = with_face_defaults(engine, given.with_defaults(rest))
     resolved = params.with_defaults(engine.sampling_defaults)
     if resolved.seed is None and resolved.temperature:
         params = replace(params, seed=random.randrange(_SEEDS))

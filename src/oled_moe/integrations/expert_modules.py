@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
+from oled_moe.config import size_to_type
 from oled_moe.errors import ConfigError
 from oled_moe.store import (
     DiskExpertStore,
@@ -196,7 +197,7 @@ def moved_to_file(found: ExpertModules, folder: Path, method: str) -> DiskExpert
     except OSError as error:
         raise ConfigError(
             f"offload_folder {folder}: experts cannot be written there ({error.strerror}); name a "
-            f"directory with {shape.num_experts_total * layout.slot_bytes} bytes to spare"
+            f"directory with {size_to_type(shape.num_experts_total * layout.slot_bytes)} to spare"
         ) from error
     for modules in found.modules:
         strip(modules)

@@ -27,7 +27,14 @@ from typing import Any
 
 import torch
 
-from oled_moe.config import DEVICES, EngineConfig, check_choice, parse_size
+from oled_moe.config import (
+    DEVICES,
+    EngineConfig,
+    check_choice,
+    exact_size,
+    format_size,
+    parse_size,
+)
 from oled_moe.costs import DEFAULT_PROFILES, CostModel, HardwareProfile, load_profile
 from oled_moe.devices import Gpu, Tiers, build_tiers, open_gpu
 from oled_moe.errors import ConfigError, DoesNotFitError, MissingDependencyError
@@ -37,6 +44,7 @@ from oled_moe.kernels.cpu import CpuExpertKernel
 from oled_moe.lanes import InlineLane, Lane
 from oled_moe.machine import usable_memory_bytes
 from oled_moe.memory import (
+    FORCE_ADVICE,
     SYSTEM_RESERVE_BYTES,
     MemoryPlan,
     ModelMemory,
@@ -353,6 +361,21 @@ def _plan(
         host_expert_bytes=0,
     )
     usable_bytes = usable_memory_bytes()
+    try:
+        return _divided(config, shape, memory, usable_bytes, source, gpu)
+    except DoesNotFitError as error:
+        # Here nothing is forced.
+        raise DoesNotFitError(str(error).replace(f", {FORCE_ADVICE}", "")) from None
+
+
+def _divided(
+    config: EngineConfig,
+    shape: MoeShape,
+    memory: ModelMemory,
+    usable_bytes: int,
+    source: _Source,
+    gpu: Gpu | None,
+) -> tuple[MemoryPlan, int]:
     if gpu is None:
         return plan_memory(config, shape, memory, usable_bytes=usable_bytes), 0
     reserve_bytes = min(SYSTEM_RESERVE_BYTES, usable_bytes // 10)
@@ -381,8 +404,9 @@ def _check_budget(config: EngineConfig, shape: MoeShape) -> None:
     budget_bytes = parse_size("expert_memory", config.expert_memory, whole_bytes=all_bytes)
     if budget_bytes < least_bytes:
         raise DoesNotFitError(
-            f"expert_memory is {budget_bytes} bytes, less than one expert of {shape.expert_bytes} "
-            f"bytes for each of {shape.num_layers} layers; raise it to {least_bytes} bytes or more"
+            f"expert_memory is {format_size(budget_bytes)}, less than one expert of "
+            f"{format_size(shape.expert_bytes)} for each of {shape.num_layers} layers; raise it to "
+            f"{exact_size(least_bytes)} or more"
         )
 
 
