@@ -726,7 +726,7 @@ def test_requests_that_share_forwards_get_the_same_tokens(
 
 def test_traces_of_a_canvas_can_be_read_back(tmp_path: Path, engines: dict[str, Engine]) -> None:
     for model in ("llada_moe", "rnd1"):
-        params = SamplingParams(max_tokens=8, steps=4)
+        params = SamplingParams(max_tokens=8, **({"steps": 4} if model == "rnd1" else {}))
         trace = record_trace(engines[model], [PromptToRecord([4, 5, 6], "a")], params)
         path = tmp_path / f"{model}.trace.safetensors"
         save_trace(trace, path)
@@ -766,6 +766,11 @@ def test_reference_arguments_and_defaults() -> None:
     assert SamplingParams.from_reference("rnd1", {}).canvas_length == 256
     first = SamplingParams.from_reference("llada2_moe", {"gen_length": 9, "eos_id": 4})
     assert (first.algorithm, first.max_tokens, first.eos_token_id) == ("low_confidence", 9, 4)
+    # The schedule is the reference's, also where an answer is shorter than a block.
+    for args, steps in (({"minimal_topk": 4}, 5), ({"steps": 3}, 3), ({"minimal_topk": 20}, 1)):
+        short = SamplingParams.from_reference("llada2_moe", {"gen_length": 20} | args)
+        resolved = DecodingParams.resolve(replace(short, mask_token_id=1))
+        assert (resolved.block_length, resolved.steps) == (32, steps)
     second = SamplingParams.from_reference("llada2_moe", {"editing_threshold": 0.5})
     assert (second.algorithm, second.edit_threshold) == ("joint_threshold", 0.5)
 
@@ -800,6 +805,7 @@ def test_decoders_of_dinfer_have_its_names(family: str) -> None:
         ("sdar_moe", {"confidence_threshold": 7}, "threshold is 7; allowed"),
         ("rnd1", {"bos_token_id": 4}, "bos_token_id is 4; allowed: None"),
         ("rnd1", {"max_new_tokens": True}, "max_new_tokens is True"),
+        ("llada2_moe", {"minimal_topk": 9, "gen_length": 8}, "minimal_topk is 9; allowed: 1 to 8"),
         (
             "llada",
             {"decoder": "hierarchy", "credit_alpha": 1.0},
@@ -963,9 +969,9 @@ def test_logits_of_a_canvas_are_read_a_few_rows_at_a_time(
         sizes.append(len(hidden))
         return head_logits(hidden, head)
 
-    params = SamplingParams(max_tokens=24, steps=6, ignore_eos=True, **settings)
-    if model == "llada_moe":
-        params = replace(params, block_length=24)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **settings)
+    shape = {"block_length": 24} if model == "llada_moe" else {"steps": 6}
+    params = replace(params, **shape)
     with monkeypatch.context() as patch:
         patch.setattr(CanvasSequence, "reads_rows", False)
         wanted = list(engine.stream([7, 8, 9], params))

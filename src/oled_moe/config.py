@@ -380,6 +380,7 @@ _WEIGHTS = ("temperature", "credit_alpha", "credit_gamma", "factor", "t_min", "t
 class SamplingParams:
     """How one answer is decoded. A field left None takes the checkpoint's value, else the default.
 
+    An engine refuses fields that the request's algorithm does not look at (`check_looked_at`).
     Defaults: algorithm low_confidence, max_tokens 256, block_length 32, steps = block_length,
     threshold 0.95, edit_threshold 0.9, max_post_edit_steps 16, num_to_transfer 1, minimal_topk 1,
     temperature 0 (argmax), no top_k, no top_p, no eos_early_stop; low_threshold 0.4,
@@ -761,24 +762,27 @@ class FamilyDecoding:
 
 
 def check_looked_at(
-    given: SamplingParams, resolved: DecodingParams, algorithms: Sequence[str]
+    given: SamplingParams, filled: SamplingParams, algorithms: Sequence[str]
 ) -> None:
-    """Refuse what a request says and nothing will look at. `algorithms`: those of the model.
+    """Refuse what a request says and nothing will look at. `filled`: with the checkpoint's own
+    values where it says nothing; `algorithms`: those of the model.
 
     Raises: ConfigError naming the field, and what it goes with.
     """
-    for name in given.not_looked_at_by(resolved.algorithm):
+    algorithm = _default(filled.algorithm, DEFAULT_ALGORITHM)
+    for name in given.not_looked_at_by(algorithm):
         readers = _LOOKED_AT_BY[name]
         remedy = "which this model is not decoded by: leave it out"
         if not set(readers).isdisjoint(algorithms):
             readers = tuple(each for each in readers if each in algorithms)
-            remedy = f"and algorithm is {resolved.algorithm}: leave it out, or change the algorithm"
+            remedy = f"and algorithm is {algorithm}: leave it out, or change the algorithm"
         plural = "s" if len(readers) > 1 else ""
         raise ConfigError(
             f"{name} is {getattr(given, name)!r}; it goes with algorithm{plural} "
             f"{', '.join(readers)}, {remedy}"
         )
-    has_cache, is_near = resolved.canvas_cache != "none", resolved.canvas_cache == "vicinity"
+    has_cache = filled.canvas_cache not in (None, "none")
+    is_near = filled.canvas_cache == "vicinity"
     needs = {
         **dict.fromkeys(("prefix_look", "after_look"), (is_near, "canvas_cache vicinity")),
         **dict.fromkeys(
@@ -787,7 +791,7 @@ def check_looked_at(
         ),
         **dict.fromkeys(
             ("cont_weight_init", "cont_weight_growth", "threshold_decay"),
-            (resolved.cont_weight > 0, "a cont_weight above 0"),
+            (bool(filled.cont_weight), "a cont_weight above 0"),
         ),
     }
     for name, (is_met, needed) in needs.items():

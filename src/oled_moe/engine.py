@@ -197,8 +197,8 @@ class EnginePlan:
                 f"algorithm is {params.algorithm!r}; allowed for this model: "
                 f"{', '.join(algorithms)}"
             )
+        check_looked_at(given, params, algorithms)
         resolved = DecodingParams.resolve(params)
-        check_looked_at(given, resolved, algorithms)
         _check_canvas(self.model_config.decoding, resolved, num_prompt_tokens)
         vocab_size = self.model_config.vocab_size
         if not self.model_config.decoding.canvas_length:

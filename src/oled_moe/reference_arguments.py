@@ -92,8 +92,13 @@ def _llada2(args: Values) -> Values:
         "threshold": known.take("threshold", 0.95),
         "edit_threshold": known.take("editing_threshold", 0.9),
         "num_to_transfer": known.take("num_to_transfer", 1),
-        "minimal_topk": known.take("minimal_topk", 1),
     }
+    num_tokens = known.take_whole("gen_length", 2048)
+    least = known.take_whole("minimal_topk", 1)
+    if least > num_tokens:
+        raise ConfigError(f"minimal_topk is {least}; allowed: 1 to {num_tokens}, gen_length")
+    # In place of minimal_topk, which here leaves a block's tokens time where gen_length is less.
+    values["steps"] = min(known.take_whole("steps", 32), num_tokens // least)
     known.check_names()
     return values
 
