@@ -170,6 +170,8 @@ def test_errors_are_what_the_client_knows(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model="demo", messages=ASKED, presence_penalty=1)
     assert bad.value.param == "presence_penalty"
+    with pytest.raises(openai.BadRequestError, match="factor is 2.0; it goes with algorithm fact"):
+        client.chat.completions.create(model="demo", messages=ASKED, extra_body={"factor": 2.0})
 
 
 def test_models_by_all_their_names(client: openai.OpenAI, http: httpx2.Client) -> None:

@@ -171,6 +171,18 @@ def test_an_answer_that_is_drawn_without_a_seed_is_another_each_time() -> None:
     assert chat()[0].params.seed == chat()[0].params.seed == 0
 
 
+def test_what_a_server_was_started_with_is_for_its_own_algorithm() -> None:
+    defaults = SamplingParams(algorithm="hierarchy", low_threshold=0.2, threshold=0.8, top_p=0.9)
+    (own,) = chat(defaults=defaults)
+    assert (own.params.algorithm, own.params.low_threshold) == ("hierarchy", 0.2)
+    (other,) = chat(defaults=defaults, algorithm="factor", factor=2.0)
+    assert (other.params.algorithm, other.params.factor, other.params.top_p) == ("factor", 2, 0.9)
+    assert other.params.threshold is None and other.params.low_threshold is None
+    # What a request itself says is not dropped; the engine refuses it by name.
+    (said,) = chat(defaults=defaults, algorithm="factor", low_threshold=0.1)
+    assert said.params.not_looked_at_by("factor") == ["low_threshold"]
+
+
 def test_how_many_steps_a_block_may_take() -> None:
     assert chat()[0].steps_max == 4
     assert chat(steps=2)[0].steps_max == 2

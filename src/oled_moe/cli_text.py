@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from oled_moe.config import (
     RANDOM_ALGORITHMS,
-    TRAINED_ALGORITHMS,
     DecodingParams,
     block_routing_words,
     format_size,
+    looks_at,
 )
 
 if TYPE_CHECKING:
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from oled_moe.inspection import CheckpointSummary
 
 Rows = list[tuple[str, str]]
+# What a loop goes by, where it looks at it.
+_NAMED_FIELDS = (
+    "threshold",
+    "edit_threshold",
+    "low_threshold",
+    "factor",
+    "eb_threshold",
+    "eb_gamma",
+)
 _COPIES = {"cpu": "disk to RAM", "cuda": "pinned RAM to GPU"}
 
 
@@ -92,9 +101,10 @@ def _decoding_words(decoding: DecodingParams) -> str:
             f"{answer}"
         )
     loop = f"{decoding.algorithm}, block length {decoding.block_length}"
-    loop += f", threshold {decoding.threshold:g}"
-    if decoding.algorithm in TRAINED_ALGORITHMS:
-        loop += f", edit threshold {decoding.edit_threshold:g}"
+    for name in _NAMED_FIELDS:
+        value, has_grammar = getattr(decoding, name), decoding.grammar is not None
+        if value is not None and looks_at(decoding.algorithm, name, has_grammar=has_grammar):
+            loop += f", {name.replace('_', ' ')} {value:g}"
     if decoding.canvas_cache != "none":
         loop += f", canvas cache {decoding.canvas_cache} (approximate)"
     if decoding.cont_weight:

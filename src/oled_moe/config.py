@@ -136,6 +136,13 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)\s*")
 
 
+def looks_at(algorithm: str, field: str, *, has_grammar: bool = False) -> bool:
+    """Whether an algorithm looks at a field of SamplingParams."""
+    if has_grammar and algorithm != "joint_threshold" and field in _LOOKED_AT_UNDER_GRAMMARS:
+        return True
+    return algorithm in _LOOKED_AT_BY.get(field, ALGORITHMS)
+
+
 def parse_size(field: str, value: int | str, *, whole_bytes: int | None = None) -> int:
     """Bytes in `8GiB`, `512MiB`, `1000000`, or, where `whole_bytes` is known, `50%` of it.
 
@@ -549,13 +556,11 @@ class SamplingParams:
     def not_looked_at_by(self, algorithm: str | None) -> list[str]:
         """The fields that are set and that an algorithm (None: the default one) ignores."""
         name = _default(algorithm, DEFAULT_ALGORITHM)
-        has_own_rule = self.grammar is None or name == "joint_threshold"
         return [
             field
-            for field, readers in _LOOKED_AT_BY.items()
+            for field in _LOOKED_AT_BY
             if getattr(self, field) is not None
-            and name not in readers
-            and (has_own_rule or field not in _LOOKED_AT_UNDER_GRAMMARS)
+            and not looks_at(name, field, has_grammar=self.grammar is not None)
         ]
 
     def with_defaults(self, defaults: "SamplingParams") -> "SamplingParams":
