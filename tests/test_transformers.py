@@ -450,9 +450,14 @@ def test_all_experts_resident_are_loaded_once(stored_qwen: tuple[Any, Path]) -> 
 def test_saving_and_copying_are_refused_until_experts_are_back(tmp_path: Path) -> None:
     whole = random_model()
     model = offload_experts(copy.deepcopy(whole), experts_per_layer=2)
-    for refused in (lambda: model.save_pretrained(tmp_path), model.state_dict):
+    for refused in (
+        *(lambda: model.save_pretrained(tmp_path), lambda: model.model.save_pretrained(tmp_path)),
+        *(model.state_dict, lambda: type(model).save_pretrained(model, tmp_path / "other")),
+    ):
         with pytest.raises(OledMoeError, match="restore_experts"):
             refused()
+    # A config without weights would be half a checkpoint.
+    assert not (tmp_path / "config.json").exists()
     with pytest.raises(OledMoeError, match="copied or pickled"):
         copy.deepcopy(model)
     with pytest.raises(ConfigError, match="offloaded already"):

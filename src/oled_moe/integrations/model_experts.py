@@ -192,6 +192,8 @@ class ModelExperts:
             if isinstance(module, PreTrainedModel):
                 hook = module.register_forward_pre_hook(self._see_call, with_kwargs=True)
                 self._hooks.append(hook)
+                # Refused before the config is written, which would be half a checkpoint.
+                module.save_pretrained = _refuse_saving
 
     def restore(self) -> None:
         """Undo `attach`, and put the weights back."""
@@ -202,6 +204,9 @@ class ModelExperts:
             put_back(self._found, self._store, device)
             for hook in self._hooks:
                 hook.remove()
+            for part in model.modules():
+                if isinstance(part, PreTrainedModel):
+                    delattr(part, "save_pretrained")
             for module, config in self._configs:
                 module.config = config
                 delattr(module, OWNER)
@@ -390,7 +395,7 @@ _untraced = torch.compiler.disable(_experts_forward)  # type: ignore[no-untyped-
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _untraced)
 
 
-def _refuse_saving(module: nn.Module, prefix: str, keep_vars: bool) -> NoReturn:
+def _refuse_saving(*args: object, **kwargs: object) -> NoReturn:
     raise OledMoeError(
         "the experts of this model are offloaded, so its weights cannot be saved from it; call "
         "restore_experts(model) first, or keep the checkpoint that it came from"
