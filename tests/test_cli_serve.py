@@ -225,7 +225,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(serve: Any) -> None:
         (["--max-model-len", "99999"], 2, "max_model_len is 99999"),
         (["--memory", "1MiB"], 4, "raise"),
         (["--algorithm", "renoising"], 2, "algorithm is 'renoising'"),
-        (["--t-min", "0.5"], 2, "t_min is 0.5; it is for models of random canvases"),
+        (["--t-min", "0.5"], 2, "t_min is 0.5; it goes with algorithm renoising"),
         (["--canvas-cache", "dual"], 2, "canvas_cache is 'dual'"),
     ],
 )

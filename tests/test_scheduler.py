@@ -150,7 +150,7 @@ requests = st.tuples(
         ignore_eos=st.booleans(),
         stop=st.sampled_from([None, ["a"], ["xy", "b"]]),
         top_p=st.sampled_from([None, 0.9]),
-    ),
+    ).map(lambda params: params.looked_at_by(params.algorithm)),
 )
 
 
