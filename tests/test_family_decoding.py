@@ -923,6 +923,9 @@ def test_prompts_that_a_canvas_refuses(engines: dict[str, Engine]) -> None:
         result = engines["rnd1"].check(prompt, SamplingParams(canvas_length=length))
         assert result.params.max_tokens == length - len(prompt) - 1
     assert len(engines["llada_moe"].generate([], SamplingParams(max_tokens=3)).token_ids) <= 3
+    # One block of it all, but the block is not what was asked for.
+    with pytest.raises(InputError, match="max_tokens is 600, which with 1 prompt tokens makes 601"):
+        engines["rnd1"].check([1], SamplingParams(max_tokens=600))
 
 
 def test_defaults_of_families(engines: dict[str, Engine]) -> None:

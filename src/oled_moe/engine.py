@@ -213,19 +213,19 @@ class EnginePlan:
                 check_int(name, token_id, minimum=0, maximum=vocab_size - 1)
             if token_id == resolved.mask_token_id:
                 raise ConfigError(f"token {token_id} is given as the mask and as an end token")
-        check_int("block_length", resolved.block_length, minimum=1, maximum=self.max_model_len)
-        only = self.model_config.decoding.block_length
-        if only is not None and resolved.block_length != only:
-            raise ConfigError(
-                f"block_length is {resolved.block_length}; allowed for this model: {only}, its "
-                "block_size, for it routes by blocks"
-            )
         num_tokens = num_prompt_tokens + resolved.max_tokens
         if num_tokens > self.max_model_len:
             raise InputError(
                 f"max_tokens is {resolved.max_tokens}, which with {num_prompt_tokens} prompt "
                 f"tokens makes {num_tokens}; allowed: max_model_len {self.max_model_len}; shorten "
                 "the prompt, lower max_tokens or raise max_model_len"
+            )
+        check_int("block_length", resolved.block_length, minimum=1, maximum=self.max_model_len)
+        only = self.model_config.decoding.block_length
+        if only is not None and resolved.block_length != only:
+            raise ConfigError(
+                f"block_length is {resolved.block_length}; allowed for this model: {only}, its "
+                "block_size, for it routes by blocks"
             )
         if resolved.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, which this checkpoint lacks")
