@@ -602,6 +602,19 @@ def test_a_flag_wins_over_what_it_excludes_in_the_environment(
     assert json.loads(out)["plan"]["num_slots"] + json.loads(out)["plan"]["num_staging"] == 8
 
 
+def test_the_environment_decodes_by_its_own_algorithm(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OLED_MOE_THRESHOLD", "0.4")
+    asked = ("generate", model, "--prompt-ids", "1,2", "--max-tokens", "4", "--experts-per-layer")
+    code, _, err = run(*asked, "4", "--algorithm", "low_confidence")
+    assert code == 0 and "threshold 0.4" in err
+    code, _, err = run(*asked, "4", "--algorithm", "factor")
+    assert code == 0 and "factor 1" in err and "threshold" not in err
+    code, _, err = run(*asked, "4", "--algorithm", "factor", "--threshold", "0.4")
+    assert code == 2 and "threshold is 0.4; it goes with" in err
+
+
 def test_json_from_the_environment_holds_for_errors(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from oled_moe.config import (
     DTYPE_WORDS,
     EngineConfig,
     SamplingParams,
+    looks_at,
 )
 from oled_moe.errors import ConfigError
 
@@ -456,7 +457,19 @@ class PanelCommand(typer.core.TyperCommand):
                 for name, source in source_of.items():
                     if source == "ENVIRONMENT":
                         ctx.params[name] = None
+        self._drop_what_another_algorithm_looks_at(ctx)
         return super().invoke(ctx)
+
+    def _drop_what_another_algorithm_looks_at(self, ctx: Any) -> None:
+        """What the environment says of decoding is for its own algorithm, not for a given one."""
+        algorithm = ctx.params.get("algorithm")
+        if algorithm is None or ctx.get_parameter_source("algorithm").name != "COMMANDLINE":
+            return
+        algorithm = _ALGORITHM_ALIASES.get(algorithm, algorithm)
+        for name in ctx.params:
+            is_from_there = ctx.get_parameter_source(name).name == "ENVIRONMENT"
+            if is_from_there and algorithm in ALGORITHMS and not looks_at(algorithm, name):
+                ctx.params[name] = None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
