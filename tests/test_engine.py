@@ -476,17 +476,22 @@ def test_tiny_experts_run_on_one_thread(tiny: Path) -> None:
         torch.set_num_threads(before)
 
 
-def test_engines_beside_each_other_have_the_same_threads(tiny: Path) -> None:
+def test_engines_beside_each_other_have_the_same_threads(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second engine once took the one thread that the first had set for all there are, and the
     first to close decided what was left behind."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     native = native_kernels()
     seen: list[int] = []
+    # As in a process in which no other test has left an engine open, or dropped one.
+    gc.collect()
+    monkeypatch.setattr("oled_moe.engine._torch_threads", oled_moe.engine._TorchThreads())
     try:
-        first = open_engine(tiny)
+        first = open_engine(tiny, dtype="bfloat16")
         first.generate([1], PARAMS)
-        second = open_engine(tiny)
+        second = open_engine(tiny, dtype="bfloat16")
         for engine in (first, second):
             if native is not None:
                 engine.outcome_observers.append(lambda _: seen.append(native.num_threads))
