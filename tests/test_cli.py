@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import oled_moe.inspection
 import oled_moe.measuring
 import oled_moe.profiler
 from oled_moe import block_screen, cli_flags, demo_screen
-from oled_moe.cli import main
+from oled_moe.cli import app, main
 from oled_moe.config import EngineConfig, SamplingParams
 from oled_moe.demo_screen import Question, pick_questions
 from oled_moe.engine import Engine
@@ -266,6 +267,42 @@ def test_policy_names_in_help_are_those_of_the_registry() -> None:
     assert cli_flags.POLICY_NAMES == LIVE_POLICIES
 
 
+def test_help_says_each_default_once_and_leaves_names_whole(run: Run) -> None:
+    for command in (*app_commands(), ("trace", "record"), ("trace", "synth"), ("trace", "show")):
+        code, out, _ = run(*command, "--help")
+        assert code == 0
+        for entry in re.split(r"\n  (?=\S)", out):
+            num_defaults = len(re.findall(r"\bdefault:\s", entry))
+            assert num_defaults <= 1 or "[default: " not in entry, entry
+        assert not re.search(r"\w-\n", out), command
+
+
+def app_commands() -> list[tuple[str]]:
+    names = (c.name or c.callback.__name__ for c in app.registered_commands if c.callback)
+    return [(name,) for name in names]
+
+
+def test_a_model_that_is_not_there_is_told_before_torch_is_loaded() -> None:
+    program = """
+import sys
+from oled_moe.cli import app, main
+commands = (
+    "inspect", "plan", "doctor", "serve", "generate -p x", "chat", "bench", "pack out",
+    "trace record --prompts pyproject.toml --out x",
+)
+codes = []
+for command in commands:
+    codes.append(main([*command.split(), "./nowhere"] if command != "pack out" else
+                      ["pack", "./nowhere", "out"]))
+print(codes, "torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"{[3] * 9} False\n", done.stderr
+    assert done.stderr.count("no model at ./nowhere") == 9
+
+
 # Errors: one line, the exit code of its kind
 
 
@@ -277,16 +314,20 @@ def test_policy_names_in_help_are_those_of_the_registry() -> None:
         (["-p", "x", "--policy", "oled:overlap=3"], 2, "0 to 1"),
         (["-p", "x", "--no-such-flag"], 2, "--no-such-flag"),
         (["-p", "x", "--max-tokens", "many"], 2, "--max-tokens"),
-        (["-p", "x", "--threshold", "7"], 2, "threshold is 7"),
+        (["-p", "x", "--threshold", "7"], 2, "error: --threshold is 7"),
         (["-p", "x", "--device", "tpu"], 2, "cpu, cuda, emulated"),
         (["-p", "x", "--algorithm", "magic"], 2, "joint_threshold"),
-        (["-p", "x", "--memory", "1GiB", "--expert-memory", "50%"], 2, "give one of them"),
+        (
+            ["-p", "x", "--memory", "1GiB", "--expert-memory", "50%"],
+            2,
+            "--expert-memory and --memory are both given; give one of them",
+        ),
         (["-p", "x", "--prompt-ids", "1"], 2, "give one of them"),
         (["--prompt-ids", "1,b"], 2, "1,2,3"),
         (["--prompt-ids", "99999"], 2, "259"),
         (["--prompt-file", "no/such/file"], 2, "no/such/file"),
-        (["-p", "x", "--max-tokens", "100000"], 2, "max_model_len"),
-        (["-p", "x", "--expert-memory", "10"], 4, "raise it"),
+        (["-p", "x", "--max-tokens", "100000"], 2, "raise --max-model-len"),
+        (["-p", "x", "--expert-memory", "10"], 4, "error: --expert-memory is 10 B"),
         (["-p", "x", "--hardware", "no/such/profile"], 3, "oled-moe doctor"),
     ],
 )
@@ -507,7 +548,7 @@ def test_doctor_says_when_a_model_does_not_fit(
     code, out, _ = run(
         "doctor", model, "--quick", "--no-save", "--threads", "1", "--directory", str(tmp_path)
     )
-    assert code == 4 and "It does not fit: " in out and "max_model_len" in out
+    assert code == 4 and "It does not fit: " in out and "--max-model-len" in out
 
 
 # demo

@@ -284,7 +284,7 @@ def test_int8_is_said_to_be_rounded_to_the_nearest(tmp_path: Path) -> None:
     for form, method, words in (
         ("int8", None, "rounded to the nearest"),
         ("int8", "searched", "rounded to the nearest"),
-        ("int4", None, "rounded by searched"),
+        ("int4", None, "scales searched"),
         ("int4", "nearest", "rounded to the nearest"),
     ):
         job = plan_pack(source, form, wanted_method=method)
@@ -301,7 +301,7 @@ def test_a_hub_id_that_is_not_here_is_planned_by_its_name(run: Run) -> None:
     view = strict(out)
     assert code == 0 and not view["has_weights"] and view["path"] is None
     assert "not in the local hub cache: its sizes are taken from its name" in view["notes"][0]
-    assert view["notes"][1].startswith("llada2-mini: a published model's sizes")
+    assert view["notes"][1].startswith("sizes published of llada2-mini, no files")
     plain = open_sizes("llada2-mini")
     assert open_sizes("inclusionAI/LLaDA2.0-mini").sizes == plain.sizes
     # What is no hub id is a path, whatever it ends with.
@@ -343,13 +343,13 @@ def test_absent_models_are_exit_code_3(run: Run, tmp_path: Path) -> None:
         (["--ram", "0"], "ram"),
         (["--device", "abacus"], "device"),
         (["--device", "cpu", "--gpu-memory", "8GiB"], "gpu-memory"),
-        (["--experts-per-layer", "1000"], "experts_per_layer"),
-        (["--experts-per-layer", "4", "--memory", "1GiB"], "experts_per_layer and memory"),
+        (["--experts-per-layer", "1000"], "--experts-per-layer is"),
+        (["--experts-per-layer", "4", "--memory", "1GiB"], "--experts-per-layer and --memory are"),
         (["--policy", "psychic"], "psychic"),
         (["--policy", "belady"], "belady"),
         (["--prompt-tokens", "0"], "prompt-tokens"),
         (["--prompt-tokens", "99999"], "prompt-tokens"),
-        (["--max-model-len", "99999"], "max_model_len"),
+        (["--max-model-len", "99999"], "--max-model-len is 99999"),
         (["--dtype", "int3"], "dtype"),
         (["--hardware", "testbed"], "testbed-a or testbed-b"),
     ],
@@ -394,7 +394,7 @@ def test_advice_works_when_followed(run: Run) -> None:
     flags = ("plan", "llada2-mini", "--gpu-memory", "16GiB", "--ram", "64GiB")
     _, out, _ = run(*flags, "--experts-per-layer", "250", "--json")
     remedy = strict(out)["fit"]["remedy"]
-    advised = remedy.split("lower experts_per_layer to ")[1].split(",")[0]
+    advised = remedy.split("lower --experts-per-layer to ")[1].split(",")[0]
     assert run(*flags, "--experts-per-layer", advised)[0] == 0
 
 
@@ -402,25 +402,25 @@ def test_advice_is_a_size_and_a_flag_that_plan_has(run: Run) -> None:
     code, out, _ = run("plan", "demo", "--memory", "60MiB", "--json")
     remedy = strict(out)["fit"]["remedy"]
     assert code == 4
-    advised = re.search(r"raise memory to (\d+MiB) or more", remedy)
+    advised = re.search(r"raise --memory to (\d+MiB) or more", remedy)
     assert advised is not None
     # The process itself may have grown by then.
     assert run("plan", "demo", "--memory", advised[1], "--max-model-len", "64")[0] == 0
     code, out, _ = run("plan", "demo", "--ram", "1MiB", "--json")
     remedy = strict(out)["fit"]["remedy"]
-    assert code == 4 and "lower max_model_len" in remedy
-    assert "force" not in remedy and "max_num_seqs" not in remedy
+    assert code == 4 and "lower --max-model-len, raise --ram" in remedy
+    assert "force" not in remedy and "max-num-seqs" not in remedy
 
 
 @pytest.mark.parametrize(
     ("flags", "number"),
     [
-        (["--ram", "8GiB", "--experts-per-layer", "20"], "experts-per-layer to"),
-        (["--ram", "8GiB", "--expert-memory", "1GiB"], "expert-memory by"),
-        (["--ram", "8GiB", "--memory", "4GiB"], "memory by"),
-        (["--ram", "9GiB"], "ram by"),
-        (["--gpu-memory", "6GiB", "--ram", "64GiB"], "gpu-memory by"),
-        (["--gpu-memory", "16GiB", "--ram", "16GiB"], "ram by"),
+        (["--ram", "8GiB", "--experts-per-layer", "20"], "--experts-per-layer to"),
+        (["--ram", "8GiB", "--expert-memory", "1GiB"], "--expert-memory by"),
+        (["--ram", "8GiB", "--memory", "4GiB"], "--memory by"),
+        (["--ram", "9GiB"], "--ram by"),
+        (["--gpu-memory", "6GiB", "--ram", "64GiB"], "--gpu-memory by"),
+        (["--gpu-memory", "16GiB", "--ram", "16GiB"], "--ram by"),
     ],
 )
 def test_tight_plans_name_the_number_to_change(run: Run, flags: list[str], number: str) -> None:
@@ -431,12 +431,26 @@ def test_tight_plans_name_the_number_to_change(run: Run, flags: list[str], numbe
 
 def test_raising_ram_as_advised_holds_what_a_block_wants(run: Run) -> None:
     first = strict(run("plan", "llada2-mini", "--ram", "9GiB", "--json")[1])
-    more = re.search(r"raise ram by ([0-9.]+) GiB", first["fit"]["remedy"])
+    more = re.search(r"raise --ram by ([0-9.]+) GiB", first["fit"]["remedy"])
     assert more is not None
     advised = f"{9 + float(more[1]) + 0.1:.2f}GiB"
     assert (
         strict(run("plan", "llada2-mini", "--ram", advised, "--json")[1])["fit"]["word"] == "fits"
     )
+
+
+def test_a_plan_says_what_it_leaves(run: Run) -> None:
+    """RAM is the plan, what is left free, and what the system gets."""
+    view = strict(run("plan", "llada2-mini", "--ram", "16GiB", "--json")[1])
+    total = view["fit"]["plan"]["total_bytes"]
+    assert view["machine"]["reserve_bytes"] == 2 * 2**30
+    assert total + view["spare_bytes"] + 2 * 2**30 == 16 * 2**30
+    out = run("plan", "llada2-mini", "--ram", "16GiB")[1]
+    assert "14.0 GiB of RAM for the process, 2.0 GiB left to the system" in out
+    assert "left free, unless --memory says otherwise" in out
+    # Nothing is left alone by a plan that was told what to take, or has all it wants.
+    for flags in (["--ram", "16GiB", "--memory", "8GiB"], ["--ram", "64GiB"]):
+        assert strict(run("plan", "llada2-mini", *flags, "--json")[1])["spare_bytes"] is None
 
 
 # Verdicts and plans

@@ -222,7 +222,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(serve: Any) -> None:
         (["--experts-per-layer", "9999"], 2, "experts_per_layer is 9999"),
         (["--hardware", "no-such-machine"], 3, "no-such-machine"),
         (["--max-model-len", "8"], 2, "max-model-len is 8, shorter than a block of 16"),
-        (["--max-model-len", "99999"], 2, "max_model_len is 99999"),
+        (["--max-model-len", "99999"], 2, "--max-model-len is 99999"),
         (["--memory", "1MiB"], 4, "raise"),
         (["--algorithm", "renoising"], 2, "algorithm is 'renoising'"),
         (["--t-min", "0.5"], 2, "t_min is 0.5; it goes with algorithm renoising"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from oled_moe import cli_shared
 from oled_moe.cli import main
+from oled_moe.cli_flags import as_flags
 from oled_moe.cli_shared import configure_logging, note, status_line, table_lines
 
 
@@ -117,3 +119,56 @@ def test_a_note_as_json_has_all_its_rows(as_text: None, capsys: pytest.CaptureFi
         "memory": "2 MiB weights; 1 MiB slots; 3 MiB total",
         "x": "",
     }
+
+
+def test_parts_of_a_table_have_all_columns_that_tell_rows_apart() -> None:
+    header = ("policy", "C", "hit rate", "loads", "per token")
+    rows = [("lru", "40", "50 %", "1000", "3.1 ms"), ("lru", "100", "90 %", "10", "1.1 ms")]
+    lines = list(table_lines(header, rows, 26, num_keys=2))
+    parts = "\n".join(lines).split("\n\n")
+    assert len(parts) > 1 and max(map(len, lines)) <= 26
+    for part in parts:
+        assert [line.split()[:2] for line in part.split("\n")] == [
+            ["policy", "C"],
+            ["lru", "40"],
+            ["lru", "100"],
+        ]
+
+
+# Messages
+
+
+def test_sentences_are_wrapped_on_a_terminal_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    configure_logging("warning", "text")
+    assert main(["inspect", "./nowhere"]) == 3
+    logging.getLogger("some").warning("%s", "a warning of many words " * 5)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60 and len(lines) >= 4
+    sentence = " ".join(lines)
+    assert "`demo`, a directory with config.json, a .gguf file, or a hub id ORG/NAME" in sentence
+    assert "WARNING: a warning of many words a warning of" in sentence
+
+
+@pytest.mark.parametrize(
+    ("message", "spelt"),
+    [
+        ("expert_memory is 1 KiB; raise it", "--expert-memory is 1 KiB; raise it"),
+        ("memory is 1 B; lower max_model_len", "--memory is 1 B; lower --max-model-len"),
+        ("x: memory is 1 B, or pass force to try", "x: --memory is 1 B, or pass --force to try"),
+        ("lossy and low_precision are given", "--lossy and --low-precision are given"),
+        ("raise memory to 3MiB or lower memory", "raise --memory to 3MiB or lower --memory"),
+        ("experts-per-layer is 'x'", "--experts-per-layer is 'x'"),
+        # What is no flag, or is one already, or is a value, a key or a path.
+        ("the GPU ran out of memory", "the GPU ran out of memory"),
+        ("low-precision slots; give --memory", "low-precision slots; give --memory"),
+        ("unknown key 'max_model_len'", "unknown key 'max_model_len'"),
+        ("a/max_model_len: not there", "a/max_model_len: not there"),
+    ],
+)
+def test_messages_name_flags_as_they_are_typed(message: str, spelt: str) -> None:
+    names = ("expert-memory", "memory", "max-model-len", "lossy", "low-precision", "force")
+    assert as_flags(message, (*names, "experts-per-layer")) == spelt
+    assert as_flags(spelt, (*names, "experts-per-layer")) == spelt

@@ -49,6 +49,7 @@ from oled_moe.cli_shared import (
     note,
     open_engine,
     print_json,
+    print_notice,
     print_rows,
     print_table,
     status_line,
@@ -74,6 +75,7 @@ from oled_moe.config import (
     format_size,
 )
 from oled_moe.errors import ConfigError, InputError, OledMoeError
+from oled_moe.model_paths import find_model
 
 if TYPE_CHECKING:
     from oled_moe.demo_screen import Answer, DemoRun, Question
@@ -104,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"error: the output cannot be written ({error.strerror})", file=sys.stderr)
+        print_notice(f"error: the output cannot be written ({error.strerror})")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -163,7 +165,7 @@ def _usage_message(error: Exception) -> str | None:
 
 def _report_error(message: str, exit_code: int, *, is_json: bool) -> int:
     message = " ".join(message.split())
-    print(f"error: {message}", file=sys.stderr)
+    print_notice(f"error: {message}")
     if is_json:
         print_json({"error": {"message": message, "exit_code": exit_code}})
         sys.stdout.flush()
@@ -191,9 +193,7 @@ def demo(
     device: Device = None,
     policy: Policy = None,
     expert_memory: ExpertMemory = "25%",
-    num_questions: Annotated[
-        int, flag("-n", "--num-questions", help="How many questions; default: 6.")
-    ] = 6,
+    num_questions: Annotated[int, flag("-n", "--num-questions", help="How many questions.")] = 6,
     threads: Threads = None,
     as_json: Json = False,
     log: LogFlags = LogFlags(),
@@ -301,9 +301,7 @@ def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help=MODEL_HELP, envvar="OLED_MOE_MODEL")],
     is_verified: Annotated[
         bool,
-        flag(
-            "--verify/--no-verify", help="Read all of a pack and compare checksums; default: yes."
-        ),
+        flag("--verify/--no-verify", help="Read all of a pack and compare checksums."),
     ] = True,
     as_json: Json = False,
     log: LogFlags = LogFlags(),
@@ -322,6 +320,7 @@ def inspect(
         else:
             print_rows(summary_rows(trace, Path(path)))
         return
+    find_model(path)
     from oled_moe.inspection import describe_checkpoint, verify_pack
 
     summary = describe_checkpoint(path)
@@ -449,7 +448,6 @@ def _run_demo(config: EngineConfig, num_questions: int, *, is_quiet: bool) -> "D
     from rich.console import Console
 
     from oled_moe.demo_screen import DemoRun, load_questions, pick_questions
-    from oled_moe.model_paths import find_model
 
     bundled = load_questions(find_model("demo"))
     check_int("num-questions", num_questions, minimum=1, maximum=len(bundled))

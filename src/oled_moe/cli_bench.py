@@ -5,7 +5,6 @@ Results go to stdout, progress to stderr. Torch and numpy are imported inside fu
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from oled_moe.cli_flags import (
 from oled_moe.cli_shared import (
     LogFlags,
     print_json,
+    print_notice,
     print_rows,
     print_table,
     read_prompt_lines,
@@ -36,6 +36,7 @@ from oled_moe.cli_shared import (
 from oled_moe.cli_text import count, device_name, percent
 from oled_moe.config import EngineConfig, check_int, format_size
 from oled_moe.errors import ConfigError, InputError, OledMoeError
+from oled_moe.model_paths import DEMO_MODEL, find_model
 
 if TYPE_CHECKING:
     from oled_moe.bench import BenchReport, Prompt
@@ -230,6 +231,7 @@ def bench(
         )
     if model is None:
         return _bench_shape(shape, bench, engine, as_json=as_json)
+    find_model(model)
     config, params = engine.config_for_model(), sampling.params()
     _check_budgets(bench, engine)
     for path in (bench.out, bench.save):
@@ -349,8 +351,6 @@ def choose_prompts(model: str, bench: BenchFlags) -> ChosenPrompts:
 
 def _is_demo(model: str) -> bool:
     """Whether it is the bundled model or a pack of it: what it was trained to answer is known."""
-    from oled_moe.model_paths import DEMO_MODEL, find_model
-
     # Sizes and words of a model; packing copies both as they are, whatever it does to weights.
     names, demo = ("config.json", "tokenizer.json"), find_model(DEMO_MODEL)
     try:
@@ -364,7 +364,6 @@ def _is_demo(model: str) -> bool:
 def _demo_questions() -> list[str]:
     """All bundled questions, the families taking turns."""
     from oled_moe.demo_screen import load_questions
-    from oled_moe.model_paths import find_model
 
     families: dict[str, list[str]] = {}
     for question in load_questions(find_model("demo")):
@@ -408,11 +407,11 @@ def _write_files(report: "BenchReport", values: Mapping[str, Any], bench: BenchF
         from oled_moe.report import render_report
 
         bench.out.write_text(render_report(values), encoding="utf-8")
-        print(f"page written to {bench.out}", file=sys.stderr)
+        print_notice(f"page written to {bench.out}")
     if bench.save is not None:
         with bench.save.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, default=str) + "\n" for row in report.rows())
-        print(f"rows appended to {bench.save}", file=sys.stderr)
+        print_notice(f"rows appended to {bench.save}")
 
 
 _TIME_HEADER = ("policy", "TTFT", "TPOT", "TPOT ratio", "end to end", "output tok/s")

@@ -4,14 +4,20 @@ Results go to stdout, progress to stderr. Torch and numpy are imported inside fu
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from oled_moe.cli_flags import SamplingFlags, flag
-from oled_moe.cli_shared import print_json, print_rows, print_table, status_line, wrapped
+from oled_moe.cli_shared import (
+    print_json,
+    print_notice,
+    print_rows,
+    print_table,
+    status_line,
+    wrapped,
+)
 from oled_moe.cli_text import count, device_name, percent, seconds
 from oled_moe.config import EngineConfig, check_int, format_size
 from oled_moe.errors import ConfigError
@@ -188,13 +194,13 @@ def _print(report: "ReplayReport", facts: Mapping[str, Any], run: ShapeRun) -> N
             for row in report.rows():
                 line = {**row, **facts, "notes": values["notes"]}
                 file.write(json.dumps(line, default=str, allow_nan=False) + "\n")
-        print(f"rows appended to {run.save}", file=sys.stderr)
+        print_notice(f"rows appended to {run.save}")
     if run.as_json:
         print_json(values)
         return
     print_rows(_setup_rows(values))
     print()
-    print_table(_HEADER, [_run_row(each) for each in values["runs"]])
+    print_table(_HEADER, [_run_row(each) for each in values["runs"]], num_keys=2)
     print()
     print(wrapped(_READING))
     for remark in values["notes"]:

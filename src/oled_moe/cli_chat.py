@@ -9,18 +9,21 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from oled_moe.cli_flags import EngineFlags, SamplingFlags, flag, takes_flags
+from oled_moe.cli_flags import EngineFlags, SamplingFlags, as_flags, flag, takes_flags
 from oled_moe.cli_shared import (
     LogFlags,
     Model,
     check_output,
     note,
     open_engine,
+    print_notice,
     print_rows,
     use_log_flags,
+    wrapped,
 )
 from oled_moe.cli_text import Rows, count, plan_rows, stats_rows
 from oled_moe.config import DecodingParams
@@ -43,6 +46,9 @@ COMMANDS: Rows = [
     ("//...", "a message that begins with one slash"),
 ]
 MAX_HISTORY_LINES = 1000
+_FLAG_NAMES = [
+    field.name.replace("_", "-") for kind in (EngineFlags, SamplingFlags) for field in fields(kind)
+]
 
 
 @takes_flags
@@ -83,7 +89,7 @@ def _talk(conversation: "Conversation") -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    print("Type a message. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+    print(wrapped("Type a message. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves."))
     with _line_editing():
         while True:
             try:
@@ -92,7 +98,7 @@ def _talk(conversation: "Conversation") -> None:
                 print()
                 return
             except UnicodeDecodeError as error:
-                print(f"the line is not UTF-8 text ({error}); type it again", file=sys.stderr)
+                print_notice(f"the line is not UTF-8 text ({error}); type it again")
                 continue
             if line.strip() == "/quit":
                 return
@@ -100,7 +106,7 @@ def _talk(conversation: "Conversation") -> None:
                 _hear(console, conversation, line)
             # What the user can put right; the line is still in the history.
             except (InputError, ConfigError) as error:
-                print(error, file=sys.stderr)
+                print_notice(as_flags(str(error), _FLAG_NAMES))
 
 
 def _hear(console: "Console", conversation: "Conversation", line: str) -> None:
@@ -129,7 +135,7 @@ def _answer_lines(conversation: "Conversation", *, is_quiet: bool) -> int:
         try:
             _answer_line(conversation, line, is_quiet=is_quiet)
         except (InputError, ConfigError) as error:
-            print(f"error: line {number}: {error}", file=sys.stderr)
+            print_notice(f"error: line {number}: {as_flags(str(error), _FLAG_NAMES)}")
             code = error.exit_code
     return code
 
@@ -144,7 +150,7 @@ def _answer_line(conversation: "Conversation", line: str, *, is_quiet: bool) -> 
         text = printable(answer(conversation, _message(line)))
         print(text, end="" if text.endswith("\n") else "\n", flush=True)
         if not is_quiet and (cut := _cut_words(conversation)):
-            print(cut, file=sys.stderr)
+            print_notice(cut)
 
 
 def _input_lines() -> Iterator[str]:

@@ -6,7 +6,8 @@ through to the model's own value, then to the default of the engine.
 
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -23,7 +24,7 @@ from oled_moe.config import (
     SamplingParams,
     looks_at,
 )
-from oled_moe.errors import ConfigError
+from oled_moe.errors import CheckpointError, ConfigError, OledMoeError, TraceError
 
 # The registry of policies needs numpy, for which `--help` does not wait; a test compares the two.
 POLICY_NAMES = (
@@ -54,6 +55,8 @@ _ALGORITHM_ALIASES = {
 }
 
 
+# Stands for a hyphen while help is wrapped, which would break names such as des-vote in two.
+_HYPHEN = "\ue000"
 # Of each group at most one may be set.
 _EXCLUSIVE = (
     ("model", "shape"),
@@ -407,6 +410,32 @@ def parse_ids(name: str, text: str) -> list[int]:
         raise ConfigError(f"{name} is {text!r}; write token ids as 1,2,3") from None
 
 
+def as_flags(text: str, names: Iterable[str]) -> str:
+    """A message in which Python's `expert_memory` is the command line's `--expert-memory`.
+
+    `names`: flags without dashes. Names of several words are found anywhere but in quotes and
+    paths; one word may be any word, and is taken for a flag where a message says what it is, or
+    what to do with it.
+    """
+    spelt = sorted(names, key=len, reverse=True)
+    if not spelt:
+        return text
+    compound = "|".join(name.replace("-", "_") for name in spelt if "-" in name)
+    if compound:
+        text = re.sub(
+            rf"(?<![\w\"'`./-])(?:{compound})(?![\w\"'`=/-]|\.\w)",
+            lambda found: f"--{found[0].replace('_', '-')}",
+            text,
+        )
+    any_name = "|".join(map(re.escape, spelt))
+    subject = rf"(?:^|(?<=: )|(?<=\band ))(?:{any_name})(?= (?:is|are|and|says|draws|needs)\b)"
+    thing = rf"(?<=\braise |\blower )(?:{any_name})(?=$|[,;.]| (?:to|by)\b)"
+    verbs = rf"(?<=\bpass )(?:{any_name})(?= to\b)"
+    for place in (subject, thing, verbs):
+        text = re.sub(place, r"--\g<0>", text)
+    return text
+
+
 def takes_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the flags of every dataclass among its parameters, one by one.
 
@@ -446,7 +475,10 @@ class PanelCommand(typer.core.TyperCommand):
     """Plain help, its flags grouped by panel. Importing rich for it would take too long."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Flags that exclude each other: one that is given wins over one from the environment."""
+        """Flags that exclude each other: one that is given wins over one from the environment.
+
+        Errors name flags as they are typed, but for those of files, whose keys are what they are.
+        """
         for group in _EXCLUSIVE:
             source_of = {
                 name: ctx.get_parameter_source(name).name
@@ -458,7 +490,17 @@ class PanelCommand(typer.core.TyperCommand):
                     if source == "ENVIRONMENT":
                         ctx.params[name] = None
         self._drop_what_another_algorithm_looks_at(ctx)
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except OledMoeError as error:
+            if not isinstance(error, CheckpointError | TraceError):
+                error.args = (as_flags(str(error), self.flag_names()),)
+            raise
+
+    def flag_names(self) -> set[str]:
+        """Long names of all flags, without the dashes."""
+        names = (name for param in self.params for name in param.opts)
+        return {name[2:] for name in names if name.startswith("--")}
 
     def _drop_what_another_algorithm_looks_at(self, ctx: Any) -> None:
         """What the environment says of decoding is for its own algorithm, not for a given one."""
@@ -480,6 +522,8 @@ class PanelCommand(typer.core.TyperCommand):
                 panel = getattr(param, "rich_help_panel", None)
                 name = "Arguments" if is_argument else panel or "Options"
                 panels.setdefault(name, []).append(record)
+        begin = len(formatter.buffer)
         for name, records in panels.items():
             with formatter.section(name):
-                formatter.write_dl(records)
+                formatter.write_dl([(what, help.replace("-", _HYPHEN)) for what, help in records])
+        formatter.buffer[begin:] = [text.replace(_HYPHEN, "-") for text in formatter.buffer[begin:]]

@@ -3,7 +3,6 @@
 Results go to stdout, progress to stderr. Torch and numpy are imported inside functions.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from oled_moe.cli_shared import (
     LogFlags,
     Model,
     print_json,
+    print_notice,
     print_rows,
     status_line,
     use_log_flags,
@@ -23,6 +23,7 @@ from oled_moe.cli_shared import (
 )
 from oled_moe.cli_text import Rows, count
 from oled_moe.config import format_size
+from oled_moe.model_paths import find_model
 
 if TYPE_CHECKING:
     from oled_moe.packing import PackReport
@@ -76,6 +77,7 @@ def pack(
     command is stopped, the same command goes on where it was.
     """
     use_log_flags(log)
+    find_model(model)
     with status_line(is_quiet=as_json) as say:
         say("loading torch")
         from oled_moe.packing import pack_checkpoint
@@ -117,7 +119,7 @@ def say_what_stays(out: Path, say: Callable[[str], None]) -> None:
         say("")
         verb = "stays" if len(found) == 1 else "stay"
         names = " and ".join(map(str, found))
-        print(f"{names} {verb}; the same command goes on from there", file=sys.stderr)
+        print_notice(f"{names} {verb}; the same command goes on from there")
 
 
 def pack_rows(report: "PackReport") -> Rows:

@@ -3,6 +3,7 @@
 Results go to stdout, progress to stderr. Torch and numpy are imported inside functions.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from oled_moe.cli_flags import (
     LowPrecision,
     Policy,
     Threads,
+    as_flags,
     flag,
     takes_flags,
 )
@@ -30,15 +32,30 @@ from oled_moe.cli_shared import (
     use_log_flags,
     wrapped,
 )
-from oled_moe.cli_text import Rows, checkup_rows, disk_rows, memory_rows, percent, seconds
+from oled_moe.cli_text import (
+    Rows,
+    checkup_rows,
+    disk_rows,
+    gigabytes_per_s,
+    memory_rows,
+    percent,
+    seconds,
+)
 from oled_moe.config import BF16, DTYPE_WORDS, DTYPES, EngineConfig, format_size, parse_size
 from oled_moe.errors import ConfigError, DoesNotFitError
+from oled_moe.model_paths import find_sizes
 from oled_moe.shapes import SHAPES
 
 DEVICE_NAMES = ("cpu", "emulated", "cuda")
 DEFAULT_PROMPT_TOKENS = 512
 # No machine has less: a smaller number without a unit is meant otherwise.
 _LEAST_MEMORY_BYTES = 2**20
+SIZES_HELP = f"{MODEL_HELP[:-1]}, or sizes without files: {', '.join(SHAPES)}."
+_ADVISED_FLAGS = (
+    *("experts-per-layer", "expert-memory", "memory", "max-model-len", "max-num-seqs"),
+    *("gpu-memory", "ram"),
+)
+_engine = functools.partial(flag, panel="Engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +64,12 @@ class PlanFlags:
 
     experts_per_layer: Annotated[
         float | None,
-        flag("--experts-per-layer", help="Expert slots per MoE layer, a mean; staging on top."),
+        _engine("--experts-per-layer", help="Expert slots per MoE layer, a mean; staging on top."),
     ] = None
     expert_memory: ExpertMemory = None
     memory: Annotated[
         str | None,
-        flag(
+        _engine(
             "--memory",
             metavar="SIZE",
             help="Memory for everything: weights, K/V, expert slots; on cuda of the GPU.",
@@ -60,11 +77,11 @@ class PlanFlags:
     ] = None
     policy: Policy = None
     no_cpu_experts: Annotated[
-        bool, flag("--no-cpu-experts", help="Compute no missing expert on the CPU.")
+        bool, _engine("--no-cpu-experts", help="Compute no missing expert on the CPU.")
     ] = False
     dtype: Annotated[
         str | None,
-        flag(
+        _engine(
             "--dtype",
             metavar="NAME",
             help=f"{DTYPE_WORDS}, or int8, int4 and so on for experts as `oled-moe pack` "
@@ -72,21 +89,20 @@ class PlanFlags:
         ),
     ] = None
     max_model_len: Annotated[
-        int | None, flag("--max-model-len", help="Longest prompt and answer, in tokens.")
+        int | None, _engine("--max-model-len", help="Longest prompt and answer, in tokens.")
     ] = None
     prompt_tokens: Annotated[
         int,
         flag(
             "--prompt-tokens",
-            help=f"Prompt length that the first token is predicted for; default: "
-            f"{DEFAULT_PROMPT_TOKENS}.",
+            help="Prompt length that the first token is predicted for.",
         ),
     ] = DEFAULT_PROMPT_TOKENS
     lossy: Lossy = None
     low_precision: LowPrecision = None
     hardware: Annotated[
         str | None,
-        flag(
+        _engine(
             "--hardware",
             metavar="NAME",
             help="Profile to predict by: rtx4090-ddr5, rtx3060-laptop, h200, testbed-a, "
@@ -119,11 +135,11 @@ class PlanFlags:
 def doctor(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help=MODEL_HELP, envvar="OLED_MOE_MODEL"),
+        typer.Argument(metavar="MODEL", help=SIZES_HELP, envvar="OLED_MOE_MODEL"),
     ] = None,
     device: Annotated[
         str | None,
-        flag(
+        _engine(
             "--device",
             metavar="NAME",
             help=f"The device to measure for: {', '.join(DEVICE_NAMES)}; default: all that are "
@@ -156,6 +172,8 @@ def doctor(
     use_log_flags(log)
     _check_device(device)
     config = flags.config(threads=threads)
+    if model is not None:
+        find_sizes(model)
     with status_line() as say:
         say("loading torch")
         from oled_moe.inspection import Question, check_machine
@@ -174,6 +192,9 @@ def doctor(
             saves=not is_unsaved,
             say=say,
         )
+    if checkup["outlook"] is not None:
+        checkup["outlook"] = with_flags(checkup["outlook"])
+        checkup["fit"] = checkup["outlook"]["fit"]
     if as_json:
         print_json(checkup)
     else:
@@ -188,7 +209,7 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help=f"{MODEL_HELP[:-1]}, or sizes without files: {', '.join(SHAPES)}.",
+            help=SIZES_HELP,
             envvar="OLED_MOE_MODEL",
         ),
     ],
@@ -202,7 +223,7 @@ def plan(
     ] = None,
     device: Annotated[
         str | None,
-        flag(
+        _engine(
             "--device",
             metavar="NAME",
             help=f"{', '.join(DEVICE_NAMES)}; default: cuda with --gpu-memory, else cpu.",
@@ -220,6 +241,7 @@ def plan(
     use_log_flags(log)
     _check_device(device)
     config = flags.config()
+    find_sizes(model)
     with status_line() as say:
         say("loading torch")
         from oled_moe.outlook import find_hardware, imagine, open_sizes, outlook
@@ -243,6 +265,7 @@ def plan(
             hardware_source=source,
             prompt_tokens=flags.prompt_tokens,
         ).to_dict()
+    view = with_flags(view)
     if as_json:
         print_json(view)
     else:
@@ -270,6 +293,13 @@ def _size(name: str, text: str | None) -> int | None:
         raise ConfigError(
             f"{name} is {text!r}; write a size above 0, such as 16GiB or 512MiB"
         ) from None
+
+
+def with_flags(view: dict[str, Any]) -> dict[str, Any]:
+    """An outlook whose advice names flags as they are typed."""
+    fit = view["fit"]
+    words = {name: as_flags(fit[name], _ADVISED_FLAGS) for name in ("verdict", "remedy")}
+    return {**view, "fit": {**fit, **words}}
 
 
 # Printing
@@ -319,7 +349,7 @@ def _further_rows(checkup: Mapping[str, Any]) -> Rows:
             (
                 "copy",
                 f"{pinned}{copy['source']} to {copy['target']}, {format_size(copy['num_bytes'])}: "
-                f"{seconds(copy['seconds']['median'])}, {rate / 1e9:.1f} GB/s",
+                f"{seconds(copy['seconds']['median'])}, {gigabytes_per_s(rate)}",
             )
         )
     for found in facts["gpus"]:
@@ -386,6 +416,8 @@ def _cache_rows(view: Mapping[str, Any]) -> Rows:
     machine, cache, plan = view["machine"], view["cache"], view["fit"]["plan"]
     free = format_size(machine["ram_bytes"])
     where = f"{free} of RAM for the process"
+    if machine["reserve_bytes"]:
+        where += f", {format_size(machine['reserve_bytes'])} left to the system"
     if machine["gpu_bytes"] is not None:
         where = f"GPU with {format_size(machine['gpu_bytes'])}, {where}"
     rows: Rows = [
@@ -400,7 +432,10 @@ def _cache_rows(view: Mapping[str, Any]) -> Rows:
             f"about {cache['active_per_layer']:.0f} per layer",
         ),
     ]
-    rows += memory_rows([(line["what"], line["bytes"]) for line in plan["lines"]])
+    lines = [(line["what"], line["bytes"]) for line in plan["lines"]]
+    if view["spare_bytes"] is not None:
+        lines.append(("left free, unless --memory says otherwise", view["spare_bytes"]))
+    rows += memory_rows(lines)
     if "ram_lines" in plan:
         lines = memory_rows([(line["what"], line["bytes"]) for line in plan["ram_lines"]])
         rows += [("RAM" if label else "", text) for label, text in lines]
@@ -481,7 +516,7 @@ def _print_terms(prediction: Mapping[str, Any]) -> None:
     for term in prediction["terms"]:
         rate = term["bytes_per_s"]
         size = format_size(term["num_bytes"]) if rate else ""
-        speed = f"{rate / 1e9:.3g} GB/s" if rate else ""
+        speed = gigabytes_per_s(rate) if rate else ""
         table.append((f"  {term['lane']}: {term['what']}", size, speed, seconds(term["seconds"])))
     print_table(("", "weights", "rate", "time"), table)
     lanes: dict[str, float] = {}

@@ -19,7 +19,14 @@ import typer
 
 import oled_moe
 from oled_moe.cli_flags import Json, flag, takes_flags
-from oled_moe.cli_shared import LogFlags, print_json, print_rows, print_table, use_log_flags
+from oled_moe.cli_shared import (
+    LogFlags,
+    print_json,
+    print_rows,
+    print_table,
+    use_log_flags,
+    wrapped,
+)
 from oled_moe.errors import (
     ConfigError,
     ExperimentNotFoundError,
@@ -78,7 +85,7 @@ def reproduce(
     as_json: Json = False,
     log: LogFlags = LogFlags(),
 ) -> int | None:
-    """Redo a figure of the paper: its numbers beside ours, rows, and a plot."""
+    """Redo a figure of the paper: its numbers beside ours, rows, and a plot (extra `plot`)."""
     use_log_flags(log)
     known = _experiments()
     if is_list:
@@ -112,12 +119,12 @@ def _reproduce(
     has_plot = find_spec("matplotlib") is not None
     if has_plot:
         _run(experiment, "plot", [*place, *([] if out is None else ["--rows", place[1]])])
-    missing = "the plot needs matplotlib; install it with `pip install oled-moe[plot]`"
+    missing = "the plot needs matplotlib; install it with `pip install 'oled-moe[plot]'`"
     if as_json:
         report: dict[str, Any] = {
             "figure": experiment.figure,
             "title": experiment.title,
-            "scope": _SCOPE,
+            "scope": "\n".join(_SCOPE),
             "tables": tables,
             "rows": str(rows),
             "plot": str(plot) if has_plot else None,
@@ -130,7 +137,7 @@ def _reproduce(
         quick = ""
     elif flags.quick:
         quick = ", of fewer requests: the committed rows are as they were"
-    print(f"Rows: {rows}{quick}")
+    print(wrapped(f"Rows: {rows}{quick}"))
     if not has_plot:
         raise MissingDependencyError(missing)
     print(f"Plot: {plot}")
@@ -140,15 +147,17 @@ def _reproduce(
 
 _SCOPE = (
     "Ours: simulated on profiles from data sheets, routing synthetic or the demo model's, unless a "
-    "column says measured.\nThe paper's: on its own machines and checkpoints."
+    "column says measured.",
+    "The paper's: on its own machines and checkpoints.",
 )
 
 
 def _print(experiment: _Experiment, tables: list[dict[str, Any]]) -> None:
     print(f"Figure {experiment.figure}: {experiment.title}")
-    print(_SCOPE)
+    for line in _SCOPE:
+        print(wrapped(line))
     for table in tables:
-        print(f"\n{table['title']}\n")
+        print(f"\n{wrapped(table['title'])}\n")
         print_table(table["header"], table["rows"])
     print()
 

@@ -22,6 +22,7 @@ import oled_moe
 from oled_moe.cli_flags import MODEL_HELP, flag
 from oled_moe.config import EngineConfig, check_choice
 from oled_moe.errors import InputError, OledMoeError
+from oled_moe.model_paths import find_model
 
 if TYPE_CHECKING:
     from oled_moe.engine import Engine
@@ -64,6 +65,14 @@ def use_log_flags(log: LogFlags) -> None:
         )
 
 
+class TextFormatter(logging.Formatter):
+    """A line, wrapped on a terminal; what comes after the first, as of a traceback, is kept."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        first, *others = super().format(record).split("\n")
+        return "\n".join([wrapped(first, sys.stderr), *others])
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
@@ -83,7 +92,7 @@ def configure_logging(level: str, form: str) -> None:
     check_choice("log-level", level, LOG_LEVELS)
     check_choice("log-format", form, LOG_FORMATS)
     handler = logging.StreamHandler()
-    text = logging.Formatter("%(levelname)s: %(message)s")
+    text = TextFormatter("%(levelname)s: %(message)s")
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
@@ -92,6 +101,7 @@ def configure_logging(level: str, form: str) -> None:
 def open_engine(model: str, config: EngineConfig, *, is_quiet: bool = False) -> "Engine":
     """Load a model, with progress on stderr."""
     with status_line(is_quiet=is_quiet) as say:
+        find_model(model)
         say("loading torch")
         from oled_moe.engine import Engine
 
@@ -201,9 +211,14 @@ def line_width(stream: TextIO | None = None) -> int:
     return max(_LEAST_WIDTH, shutil.get_terminal_size().columns) if stream.isatty() else sys.maxsize
 
 
-def wrapped(text: str) -> str:
-    """A paragraph, wrapped where stdout is a terminal."""
-    return "\n".join(_wrap(text, line_width()))
+def wrapped(text: str, stream: TextIO | None = None) -> str:
+    """A paragraph, wrapped where the stream, else stdout, is a terminal."""
+    return "\n".join(_wrap(text, line_width(stream)))
+
+
+def print_notice(text: str) -> None:
+    """A sentence on stderr."""
+    print(wrapped(text, sys.stderr), file=sys.stderr)
 
 
 def _wrap(text: str, width: int) -> list[str]:
@@ -222,25 +237,29 @@ def print_rows(rows: Rows, *, stream: TextIO | None = None) -> None:
             print(" " * indent + line, file=stream)
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_keys: int = 1) -> None:
     """Columns with a heading; all but the first are numbers and end at one edge.
 
     Where a terminal is too narrow, the first column is wrapped, and what is still too wide becomes
-    several tables, one below the other, each with the first column.
+    several tables, one below the other, each with the first `num_keys` columns: those that tell a
+    row from all others.
     """
-    for line in table_lines(header, rows, line_width()):
+    for line in table_lines(header, rows, line_width(), num_keys=num_keys):
         print(line)
 
 
-def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+def table_lines(
+    header: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, num_keys: int = 1
+) -> Iterator[str]:
     """The lines of a table, `width` letters at most as far as single cells allow."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     least_label = min(widths[0], max(_LEAST_LABEL, width // 4))
-    groups: list[list[int]] = [[]]
-    for column in range(1, len(header)):
+    keys = list(range(1, num_keys))
+    groups = [[*keys]]
+    for column in range(num_keys, len(header)):
         taken = sum(widths[i] + 2 for i in (*groups[-1], column))
-        if groups[-1] and least_label + taken > width:
-            groups.append([])
+        if len(groups[-1]) > len(keys) and least_label + taken > width:
+            groups.append([*keys])
         groups[-1].append(column)
     for number, group in enumerate(groups):
         if number:

@@ -276,7 +276,7 @@ def _print_results(
         "policy", "experts/layer", "hit rate", "utilisation", "per token", "first token",
         "loads", "on CPU", "copied ahead", "of which used",
     )  # fmt: skip
-    print_table(header, [_row(report) for report in results])
+    print_table(header, [_row(report) for report in results], num_keys=2)
     for report, extra in zip(results, extras, strict=True):
         if extra:
             times = extra["tpot_s_by_interval"]

@@ -319,8 +319,15 @@ def checkup_rows(checkup: Mapping[str, Any]) -> Rows:
 
 
 def _rate(figure: Mapping[str, Any]) -> str:
-    low, high = format_size(figure["minimum"]), format_size(figure["maximum"])
-    return f"{format_size(figure['median'])}/s ({low} to {high})"
+    low, high = (f"{figure[name] / 1e9:.1f}" for name in ("minimum", "maximum"))
+    return f"{figure['median'] / 1e9:.1f} GB/s ({low} to {high})"
+
+
+def gigabytes_per_s(bytes_per_s: float) -> str:
+    """`5.65 GB/s`: rates are decimal, as data sheets have them, however fast or slow."""
+    rate = bytes_per_s / 1e9
+    digits = 0 if rate >= 100 else 1 if rate >= 10 else 2
+    return f"{rate:.{digits}f} GB/s"
 
 
 def disk_rows(reads: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -331,7 +338,7 @@ def disk_rows(reads: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         (
             str(depth),
             *(
-                f"{format_size(rates[method, depth])}/s" if (method, depth) in rates else "-"
+                gigabytes_per_s(rates[method, depth]) if (method, depth) in rates else "-"
                 for method in methods
             ),
         )

@@ -187,7 +187,7 @@ def synth(
     out: Out,
     preset: Annotated[
         str,
-        flag("--preset", metavar="NAME", help=f"{', '.join(PRESET_NAMES)}; default: llada2-mini."),
+        flag("--preset", metavar="NAME", help=f"{', '.join(PRESET_NAMES)}."),
     ] = "llada2-mini",
     workload: Annotated[
         str | None,

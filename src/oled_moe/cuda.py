@@ -55,7 +55,7 @@ def cuda_errors(what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(
-            f"the GPU ran out of memory {what}; lower experts_per_layer, expert_memory, memory or "
+            f"the GPU ran out of memory {what}; lower memory, expert_memory, experts_per_layer or "
             "max_model_len, or close other programs on the GPU"
         ) from error
     except RuntimeError as error:

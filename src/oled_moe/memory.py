@@ -187,6 +187,7 @@ def plan_gpu_memory(
     *,
     gpu_bytes: int,
     ram_bytes: int,
+    more_room: str = "close other programs",
 ) -> GpuMemoryPlan:
     """Divide a GPU's memory as `config` asks, or take all but the reserve.
 
@@ -203,7 +204,13 @@ def plan_gpu_memory(
         )
     on_gpu = replace(model, process_bytes=GPU_RESERVE_BYTES, buffer_bytes=0, host_expert_bytes=0)
     gpu = plan_memory(
-        config, shape, on_gpu, usable_bytes=usable_bytes, share_of_free=1.0, place="of the GPU "
+        config,
+        shape,
+        on_gpu,
+        usable_bytes=usable_bytes,
+        share_of_free=1.0,
+        place="of the GPU ",
+        more_room=more_room,
     )
     process_bytes, total = model.process_bytes, shape.num_experts_total
     num_pinned = min(total, max(0, ram_bytes - process_bytes) // shape.expert_bytes)
@@ -228,13 +235,14 @@ def plan_memory(
     usable_bytes: int,
     share_of_free: float = SHARE_OF_FREE,
     place: str = "",
+    more_room: str = "close other programs",
     low: LowSlots | None = None,
 ) -> MemoryPlan:
     """Divide memory as `config` asks, or take `share_of_free` of what is free.
 
-    `usable_bytes` is what this process may still take; `place` is named in errors. Slots of `low`
-    come out of what is granted in bytes, and on top of `experts_per_layer`, as staging does; where
-    all experts fit there are none. Units: bytes.
+    `usable_bytes` is what this process may still take; errors name `place`, and `more_room` as what
+    makes that more. Slots of `low` come out of what is granted in bytes, and on top of
+    `experts_per_layer`, as staging does; where all experts fit there are none. Units: bytes.
     Raises: ConfigError for a budget that makes no sense; DoesNotFitError with the number to change.
     """
     if config.experts_per_layer is not None:
@@ -248,9 +256,9 @@ def plan_memory(
     extra_bytes = plan.total_bytes - model.process_bytes
     if extra_bytes > usable_bytes and not config.force:
         raise DoesNotFitError(
-            f"the plan needs {format_size(extra_bytes)} more memory {place}and "
-            f"{format_size(usable_bytes)} are free: {_remedy(config, plan, usable_bytes)}, "
-            f"{FORCE_ADVICE}"
+            f"the plan needs {format_size(extra_bytes)} {place}beside the program, and "
+            f"{format_size(usable_bytes)} are free: "
+            f"{_remedy(config, plan, usable_bytes, more_room)}, {FORCE_ADVICE}"
         )
     return plan
 
@@ -313,7 +321,7 @@ def _most(most_bytes: int, least_bytes: int) -> str:
     return text if parse_size("", text) >= least_bytes else f"{most_bytes}B"
 
 
-def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int) -> str:
+def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int, more_room: str) -> str:
     """Which number to change, and to what."""
     model, shape = plan.model, plan.shape
     left = usable_bytes - (model.total_bytes - model.process_bytes)
@@ -323,7 +331,7 @@ def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int) -> str:
         shorter = f"lower {lengths}, " if model.kv_bytes else ""
         return (
             f"even one expert slot does not fit beside the rest of the model; {shorter}"
-            "close other programs"
+            f"{more_room}"
         )
     least = plan.low_bytes + shape.expert_bytes
     if config.memory is not None:

@@ -50,6 +50,25 @@ def find_model(model: str | Path, *, hub_cache: Path | None = None) -> Path:
     )
 
 
+def find_sizes(model: str | Path, *, hub_cache: Path | None = None) -> Path | None:
+    """Where the sizes of a model are: as `find_model`, or None where its name says them.
+
+    Raises: ModelNotFoundError.
+    """
+    name = str(model)
+    if shape_name(name) in SHAPES and not Path(name).exists():
+        return None
+    try:
+        return find_model(model, hub_cache=hub_cache)
+    except ModelNotFoundError as error:
+        if is_hub_id(name) and shape_name(name.rpartition("/")[2]) in SHAPES:
+            return None
+        raise ModelNotFoundError(
+            f"{error}; or plan a directory that holds its config.json alone, or sizes by name: "
+            f"{', '.join(SHAPES)}"
+        ) from None
+
+
 def is_hub_id(name: str) -> bool:
     """Whether what somebody typed reads as ORG/NAME."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))

@@ -49,7 +49,6 @@ from oled_moe.errors import (
     CheckpointError,
     ConfigError,
     DoesNotFitError,
-    ModelNotFoundError,
 )
 from oled_moe.hardware import load_hardware
 from oled_moe.machine import machine_facts, usable_memory_bytes
@@ -63,7 +62,7 @@ from oled_moe.memory import (
     plan_gpu_memory,
     plan_memory,
 )
-from oled_moe.model_paths import find_model, is_hub_id
+from oled_moe.model_paths import find_sizes, is_hub_id
 from oled_moe.models import Family, ModelConfig, find_family
 from oled_moe.prediction import (
     DEFAULT_BLOCK_LENGTH,
@@ -75,7 +74,7 @@ from oled_moe.prediction import (
     predict,
 )
 from oled_moe.quantization import FORM_WORDS, QuantSpec
-from oled_moe.shapes import SHAPES, find_shape, shape_name
+from oled_moe.shapes import find_shape
 from oled_moe.store import ExpertLayout, ExpertPart
 from oled_moe.synthesis import MAX_BLOCK_LENGTH
 from oled_moe.types import MoeShape
@@ -160,18 +159,10 @@ def _as_pack(opened: OpenedModel, quant: QuantSpec) -> OpenedModel:
 
 def _open_as_stored(model: str | Path, wanted: EngineConfig, hub_cache: Path | None) -> OpenedModel:
     name = str(model)
-    if shape_name(name) in SHAPES and not Path(name).exists():
-        return _open_shape(name, wanted, notes=[])
-    try:
-        path = find_model(model, hub_cache=hub_cache)
-    except ModelNotFoundError as error:
-        if is_hub_id(name) and shape_name(name.rpartition("/")[2]) in SHAPES:
-            note = f"{name} is not in the local hub cache: its sizes are taken from its name"
-            return _open_shape(name, wanted, notes=[note])
-        raise ModelNotFoundError(
-            f"{error}; or plan a directory that holds its config.json alone, or sizes by name: "
-            f"{', '.join(SHAPES)}"
-        ) from None
+    path = find_sizes(model, hub_cache=hub_cache)
+    if path is None:
+        note = f"{name} is not in the local hub cache: its sizes are taken from its name"
+        return _open_shape(name, wanted, notes=[note] if is_hub_id(name) else [])
     missing = _missing_weights(path)
     if not missing:
         return _opened(name, Checkpoint.open(path), wanted, has_weights=True, notes=[])
@@ -186,7 +177,7 @@ def _open_shape(name: str, wanted: EngineConfig, *, notes: list[str]) -> OpenedM
     """The published sizes that go by a name, or by the last part of a hub id."""
     shape = find_shape(name.rpartition("/")[2])
     checkpoint = Checkpoint(Path(name), dict(shape.config), {}, {}, {})
-    note = f"{shape.name}: a published model's sizes, no files; {shape.note}".rstrip("; .")
+    note = f"sizes published of {shape.name}, no files; {shape.note}".rstrip("; .")
     return _opened(name, checkpoint, wanted, has_weights=False, notes=[*notes, note])
 
 
@@ -385,14 +376,16 @@ def _model_sizes(family: Family, config: ModelConfig, weights: WeightSizes) -> M
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Where a model is to run. `ram_bytes` is what the process may take, on the machine at hand
-    beyond what it has; `gpu_bytes` what is free on the GPU. `is_imagined`: another machine.
-    `process_bytes`: what the program takes before a model is there, None for what it takes now."""
+    beyond what it has; `gpu_bytes` what is free on the GPU. `is_imagined`: another machine, of
+    whose RAM `reserve_bytes` are left to the system. `process_bytes`: what the program takes before
+    a model is there, None for what it takes now."""
 
     device: str
     ram_bytes: int
     gpu_bytes: int | None = None
     is_imagined: bool = False
     process_bytes: int | None = None
+    reserve_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -442,7 +435,7 @@ def imagine(
         limit = facts["memory_limit_bytes"]
         ram_bytes = min(facts["memory_total_bytes"], limit or facts["memory_total_bytes"])
     reserve = min(SYSTEM_RESERVE_BYTES, ram_bytes // 4)
-    return Machine(device, ram_bytes - reserve, gpu_bytes, is_imagined=True)
+    return Machine(device, ram_bytes - reserve, gpu_bytes, is_imagined=True, reserve_bytes=reserve)
 
 
 def find_hardware(name: str | Path | None, device: str) -> tuple[HardwareProfile, str]:
@@ -538,6 +531,21 @@ class Outlook:
     fit: Fit
     prediction: Prediction | None
 
+    @property
+    def spare_bytes(self) -> int | None:
+        """What a plan without a budget leaves of free memory, though experts are away; else None.
+
+        On a GPU such a plan leaves nothing but its reserve.
+        """
+        plan, config = self.fit.plan, self.config
+        is_given = (config.experts_per_layer, config.expert_memory, config.memory) != (None,) * 3
+        if not isinstance(plan, MemoryPlan) or is_given or plan.holds_all_experts:
+            return None
+        taken = plan.total_bytes
+        if not self.machine.is_imagined:
+            taken -= plan.model.process_bytes
+        return max(0, self.machine.ram_bytes - taken)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         slots = self.fit.slots
@@ -564,6 +572,7 @@ class Outlook:
             "hardware_source": self.hardware_source,
             "is_hardware_measured": self.hardware.is_measured,
             "fit": self.fit.to_dict(),
+            "spare_bytes": self.spare_bytes,
             "cache": cache,
             "prediction": None if self.prediction is None else self.prediction.to_dict(),
             "notes": list(self.model.notes),
@@ -678,10 +687,13 @@ def _plan_with(
             replace(needs.model, buffer_bytes=buffer_bytes),
             gpu_bytes=machine.gpu_bytes,
             ram_bytes=machine.ram_bytes,
+            more_room="raise gpu-memory",
         )
     # Another machine has not loaded the program yet.
     usable_bytes = max(0, machine.ram_bytes - needs.model.process_bytes)
-    return plan_memory(here, needs.shape, needs.model, usable_bytes=usable_bytes, low=low)
+    return plan_memory(
+        here, needs.shape, needs.model, usable_bytes=usable_bytes, more_room="raise ram", low=low
+    )
 
 
 def _residency(

@@ -276,7 +276,7 @@ def _rounding_words(quant: QuantSpec, method: str) -> str:
     """What is done; of 8 bits no method makes more than the nearest (quantization.py)."""
     if quant.bits == 8 or method == "nearest":
         return "rounded to the nearest"
-    return f"rounded by {method}"
+    return f"rounded, scales {method} for the least error"
 
 
 def _kept_words(encoding: str, form: StoredForm) -> str:
