@@ -309,7 +309,7 @@ print(codes, "torch" in sys.modules)
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "words"),
     [
-        (["-p", "x", "--policy", "nope"], 2, "naive-lru"),
+        (["-p", "x", "--policy", "nope"], 2, "unknown policy 'nope'; known: fiddler, finemoe"),
         (["-p", "x", "--policy", "oled:depth=3"], 2, "prefetch=reuse"),
         (["-p", "x", "--policy", "oled:overlap=3"], 2, "0 to 1"),
         (["-p", "x", "--no-such-flag"], 2, "--no-such-flag"),

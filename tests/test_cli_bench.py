@@ -79,7 +79,7 @@ def prompts(tmp_path: Path) -> str:
 
 
 def test_table_names_policies_and_conditions(run: Run, world: World, prompts: str) -> None:
-    code, out, err = run("m", "--prompts", prompts, "--num-prompts", "3")
+    code, out, err = run("demo", "--prompts", prompts, "--num-prompts", "3")
     assert (code, err) == (0, "")
     for policy in DEFAULT_POLICIES:
         assert sum(line.startswith(policy) for line in out.splitlines()) == 2
@@ -94,7 +94,7 @@ def test_table_names_policies_and_conditions(run: Run, world: World, prompts: st
 def test_json_page_and_rows(run: Run, world: World, prompts: str, tmp_path: Path) -> None:
     page, rows = tmp_path / "report.html", tmp_path / "rows.jsonl"
     code, out, err = run(
-        "m", "--prompts", prompts, "--policy", "lfu", "--policy", "oled:overlap=0.5", "--json",
+        "demo", "--prompts", prompts, "--policy", "lfu", "--policy", "oled:overlap=0.5", "--json",
         "--out", str(page), "--save", str(rows), "--num-prompts", "2", "--warmup", "0", "--seed",
         "7",
     )  # fmt: skip
@@ -108,13 +108,13 @@ def test_json_page_and_rows(run: Run, world: World, prompts: str, tmp_path: Path
 
 
 def test_quick_is_said(run: Run, world: World, prompts: str) -> None:
-    code, out, _ = run("m", "--prompts", prompts, "--num-prompts", "1", "--quick")
+    code, out, _ = run("demo", "--prompts", prompts, "--num-prompts", "1", "--quick")
     assert code == 0 and "Quick run: 2 repetitions" in out
 
 
 def test_other_tokens_are_exit_1(run: Run, world: World, prompts: str) -> None:
     world.tokens_of = lambda policy, ids: (len(policy),)
-    asked = ("m", "--prompts", prompts, "--num-prompts", "1", "--quick")
+    asked = ("demo", "--prompts", prompts, "--num-prompts", "1", "--quick")
     code, out, _ = run(*asked)
     assert code == 1 and "different tokens" in out
     code, out, _ = run(*asked, "--device", "emulated")
@@ -124,7 +124,7 @@ def test_other_tokens_are_exit_1(run: Run, world: World, prompts: str) -> None:
 
 def test_failed_requests_are_exit_1(run: Run, world: World, prompts: str) -> None:
     world.fails = lambda policy, ids: True
-    code, out, _ = run("m", "--prompts", prompts, "--num-prompts", "1", "--quick")
+    code, out, _ = run("demo", "--prompts", prompts, "--num-prompts", "1", "--quick")
     assert code == 1 and "No request was answered" in out
 
 
@@ -150,7 +150,7 @@ def test_failed_requests_are_exit_1(run: Run, world: World, prompts: str) -> Non
 def test_bad_flags_are_one_sentence(
     run: Run, world: World, prompts: str, arguments: list[str], words: str
 ) -> None:
-    code, out, err = run("m", "--prompts", prompts, *arguments)
+    code, out, err = run("demo", "--prompts", prompts, *arguments)
     assert (code, out) == (2, "") and world.asked() == []
     assert err.startswith("error: ") and err.count("\n") == 1 and words in err
 
@@ -378,6 +378,6 @@ def test_policies_may_be_given_in_one_flag() -> None:
 
 
 def test_experts_per_layer_is_one_number_with_a_model(run: Run, world: World, prompts: str) -> None:
-    asked = ("m", "--prompts", prompts, "--num-prompts", "1", "--quick", "--json")
+    asked = ("demo", "--prompts", prompts, "--num-prompts", "1", "--quick", "--json")
     code, out, _ = run(*asked, "--experts-per-layer", "2.5")
     assert code == 0 and json.loads(out)["config"]["experts_per_layer"] == 2.5

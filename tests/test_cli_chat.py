@@ -168,7 +168,7 @@ def test_a_line_that_cannot_be_used_is_told_and_a_script_goes_on(
     "lines, flags, words",
     [
         (b"\xff\n", (), "not UTF-8"),
-        ("x\ny\n", ("--t-max", "1"), "t_max is 1"),
+        ("x\ny\n", ("--t-max", "1"), "--t-max is 1"),
         ("x\ny\n", ("--algorithm", "renoising"), "algorithm is 'renoising'"),
     ],
 )

@@ -284,7 +284,7 @@ def test_int8_is_said_to_be_rounded_to_the_nearest(tmp_path: Path) -> None:
     for form, method, words in (
         ("int8", None, "rounded to the nearest"),
         ("int8", "searched", "rounded to the nearest"),
-        ("int4", None, "scales searched"),
+        ("int4", None, "rounded, scales searched for the least error"),
         ("int4", "nearest", "rounded to the nearest"),
     ):
         job = plan_pack(source, form, wanted_method=method)
@@ -301,7 +301,7 @@ def test_a_hub_id_that_is_not_here_is_planned_by_its_name(run: Run) -> None:
     view = strict(out)
     assert code == 0 and not view["has_weights"] and view["path"] is None
     assert "not in the local hub cache: its sizes are taken from its name" in view["notes"][0]
-    assert view["notes"][1].startswith("sizes published of llada2-mini, no files")
+    assert view["notes"][1].startswith("sizes are the published ones of llada2-mini")
     plain = open_sizes("llada2-mini")
     assert open_sizes("inclusionAI/LLaDA2.0-mini").sizes == plain.sizes
     # What is no hub id is a path, whatever it ends with.

@@ -219,14 +219,14 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(serve: Any) -> None:
         # What only the model's config and headers can tell.
         (["--lossy", "des-vote:experts=999"], 2, "experts is '999'"),
         (["--policy", "psychic"], 2, "psychic"),
-        (["--experts-per-layer", "9999"], 2, "experts_per_layer is 9999"),
+        (["--experts-per-layer", "9999"], 2, "--experts-per-layer is 9999"),
         (["--hardware", "no-such-machine"], 3, "no-such-machine"),
         (["--max-model-len", "8"], 2, "max-model-len is 8, shorter than a block of 16"),
         (["--max-model-len", "99999"], 2, "--max-model-len is 99999"),
         (["--memory", "1MiB"], 4, "raise"),
         (["--algorithm", "renoising"], 2, "algorithm is 'renoising'"),
-        (["--t-min", "0.5"], 2, "t_min is 0.5; it goes with algorithm renoising"),
-        (["--canvas-cache", "dual"], 2, "canvas_cache is 'dual'"),
+        (["--t-min", "0.5"], 2, "--t-min is 0.5; it goes with algorithm renoising"),
+        (["--canvas-cache", "dual"], 2, "--canvas-cache is 'dual'"),
     ],
 )
 def test_wrong_flags_are_told(

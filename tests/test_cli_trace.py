@@ -122,7 +122,7 @@ def test_no_file_is_overwritten_unasked(made: Path, run: Run) -> None:
 def test_synth_names_wrong_values(tmp_path: Path, run: Run) -> None:
     for flags, words in (
         (("--preset", "llada3"), "llada2-mini"),
-        (("--block-length", "1025"), "block_length is 1025"),
+        (("--block-length", "1025"), "--block-length is 1025"),
         (("--workload", "poems"), "poems"),
     ):
         code, _, err = run("trace", "synth", "--out", tmp_path / "a", *flags)

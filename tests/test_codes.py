@@ -273,7 +273,11 @@ def test_wider_forms_stand_for_the_same_values(case: str, form: str, tmp_path: P
         ("gptq bf16", {"dtype": "int4-g32"}, "not as stored: int4-g32 does not hold int4-g32-asym"),
         ("gptq bf16", {"dtype": "int4-g64-asym"}, "int4-g64-asym does not hold"),
         ("compressed 8 bits", {"dtype": "int4"}, "int4-g64 does not hold int8-g32"),
-        ("gptq bf16", {"dtype": "int4", "method": "searched"}, "scales searched"),
+        (
+            "gptq bf16",
+            {"dtype": "int4", "method": "searched"},
+            "rounded, scales searched for the least error",
+        ),
         ("gptq bf16", {"dtype": "int4-g32-asym", "method": "nearest"}, "rounded to the nearest"),
     ],
 )

@@ -396,9 +396,11 @@ def test_what_goes_wrong_is_one_sentence_and_loses_nothing(browser: Browser, url
 def test_a_key_is_asked_for_and_kept_in_the_tab_alone(browser: Browser, backend: Served) -> None:
     app = create_app(backend, ServerSettings(("demo",), api_keys=("secret",)))
     with live_server(app) as url, page_at(browser, url) as page:
-        expect(page.locator("#problem")).to_contain_text("API key")
+        expect(page.locator("#problem")).to_have_text("The server asks for an API key.")
         page.get_by_label("API key").fill("wrong")
         page.keyboard.press("Enter")
+        for place in ("#problem", "#experts-facts"):
+            expect(page.locator(place)).to_have_text("The server does not know this API key.")
         expect(page.locator("#key-form")).to_be_visible()
         page.get_by_label("API key").fill("secret")
         page.keyboard.press("Enter")

@@ -231,13 +231,13 @@ def bench(
         )
     if model is None:
         return _bench_shape(shape, bench, engine, as_json=as_json)
-    find_model(model)
     config, params = engine.config_for_model(), sampling.params()
     _check_budgets(bench, engine)
     for path in (bench.out, bench.save):
         _check_writable(path)
     check_int("num-prompts", _or(bench.num_prompts, DEFAULT_NUM_PROMPTS), minimum=1)
     check_int("warmup", _or(bench.warmup, DEFAULT_NUM_WARMUP), minimum=0)
+    find_model(model)
     chosen = choose_prompts(model, bench)
     with status_line() as say:
         say("loading torch")

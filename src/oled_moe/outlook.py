@@ -177,7 +177,9 @@ def _open_shape(name: str, wanted: EngineConfig, *, notes: list[str]) -> OpenedM
     """The published sizes that go by a name, or by the last part of a hub id."""
     shape = find_shape(name.rpartition("/")[2])
     checkpoint = Checkpoint(Path(name), dict(shape.config), {}, {}, {})
-    note = f"sizes published of {shape.name}, no files; {shape.note}".rstrip("; .")
+    note = f"sizes are the published ones of {shape.name}, no files are here; {shape.note}".rstrip(
+        "; ."
+    )
     return _opened(name, checkpoint, wanted, has_weights=False, notes=[*notes, note])
 
 

@@ -63,6 +63,11 @@ async function request(path, options) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The server cannot be reached; is it still running?");
   }
+  // What the API says of keys is for those who write the header themselves.
+  if (response.status === 401) {
+    const sentence = key ? "The server does not know this API key." : "The server asks for an API key.";
+    throw new ApiError(sentence, 401);
+  }
   if (!response.ok) throw new ApiError(await sentenceOf(response), response.status);
   return response;
 }

@@ -350,11 +350,14 @@ def build_policy(
 ) -> OffloadPolicy:
     """Build the policy that `NAME[:key=value,...]` names.
 
-    Raises: ConfigError for an unknown name or parameter, listing the known ones, and for a
-    clairvoyant policy without a future.
+    Raises: ConfigError for an unknown name or parameter, listing the known ones (without a future
+    those that need none), and for a clairvoyant policy without a future.
     """
     name, parameters = parse_spec("policy", spec)
-    entry = look_up("policy", name, POLICIES)
+    allowed = POLICIES
+    if future is None and name not in POLICIES:
+        allowed = {key: entry for key, entry in POLICIES.items() if not entry.is_clairvoyant}
+    entry = look_up("policy", name, allowed)
     for key in parameters:
         if key not in entry.parameters:
             known = ", ".join(entry.parameters) or "none"
