@@ -345,7 +345,7 @@ def test_absent_models_are_exit_code_3(run: Run, tmp_path: Path) -> None:
         (["--device", "cpu", "--gpu-memory", "8GiB"], "gpu-memory"),
         (["--experts-per-layer", "1000"], "--experts-per-layer is"),
         (["--experts-per-layer", "4", "--memory", "1GiB"], "--experts-per-layer and --memory are"),
-        (["--policy", "psychic"], "psychic"),
+        (["--policy", "psychic"], "unknown policy 'psychic'; known: fiddler"),
         (["--policy", "belady"], "belady"),
         (["--prompt-tokens", "0"], "prompt-tokens"),
         (["--prompt-tokens", "99999"], "prompt-tokens"),

@@ -348,7 +348,7 @@ def _further_rows(checkup: Mapping[str, Any]) -> Rows:
         rows.append(
             (
                 "copy",
-                f"{pinned}{copy['source']} to {copy['target']}, {format_size(copy['num_bytes'])}: "
+                f"{pinned}{copy['source'].upper()} to {copy['target'].upper()}, {format_size(copy['num_bytes'])}: "
                 f"{seconds(copy['seconds']['median'])}, {gigabytes_per_s(rate)}",
             )
         )

@@ -41,8 +41,8 @@ STATE_NAMES = {
     "r": "resident",
     "h": "hit",
     "a": "copied ahead",
-    "l": "loaded",
-    "s": "streamed",
+    "l": "loaded and kept",
+    "s": "loaded for once",
     "c": "ran on the CPU",
     "p": "ran in a lower precision",
 }

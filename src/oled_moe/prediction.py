@@ -269,7 +269,7 @@ def predict(
     check_choice("device", residency.device, _DEVICES)
     check_int("prompt-tokens", prompt_tokens, minimum=1)
     denoising = denoising or Denoising()
-    if is_clairvoyant(policy):
+    if is_clairvoyant(policy, has_future=False):
         raise ConfigError(
             f"policy is {policy!r}, which knows the trace ahead: a bound, in simulation only; name "
             "a policy that an engine can run"

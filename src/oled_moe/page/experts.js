@@ -99,7 +99,7 @@ function showStates(names) {
 
 function showSeries(series) {
   const percent = (value) => `${Math.round(100 * value)} %`;
-  const milliseconds = (value) => `${(1000 * value).toPrecision(3)} ms`;
+  const milliseconds = (value) => (value ? `${(1000 * value).toPrecision(3)} ms` : "0 ms");
   showLatest("hit-rate", series.hit_rate, percent);
   showLatest("utilization", series.utilization, percent);
   showLatest("tpot", series.tpot_s, milliseconds);

@@ -340,9 +340,17 @@ POLICIES: dict[str, PolicyEntry] = {
 }
 
 
-def is_clairvoyant(spec: str) -> bool:
-    """Whether a policy needs the trace ahead. Raises: ConfigError for an unknown name."""
-    return look_up("policy", parse_spec("policy", spec)[0], POLICIES).is_clairvoyant
+def is_clairvoyant(spec: str, *, has_future: bool = True) -> bool:
+    """Whether a policy needs the trace ahead. Raises: ConfigError as `build_policy`."""
+    return _find(parse_spec("policy", spec)[0], has_future=has_future).is_clairvoyant
+
+
+def _find(name: str, *, has_future: bool) -> PolicyEntry:
+    """An unknown name is told which there are, and of those alone that can be had."""
+    allowed = POLICIES
+    if not has_future and name not in POLICIES:
+        allowed = {key: entry for key, entry in POLICIES.items() if not entry.is_clairvoyant}
+    return look_up("policy", name, allowed)
 
 
 def build_policy(
@@ -354,10 +362,7 @@ def build_policy(
     those that need none), and for a clairvoyant policy without a future.
     """
     name, parameters = parse_spec("policy", spec)
-    allowed = POLICIES
-    if future is None and name not in POLICIES:
-        allowed = {key: entry for key, entry in POLICIES.items() if not entry.is_clairvoyant}
-    entry = look_up("policy", name, allowed)
+    entry = _find(name, has_future=future is not None)
     for key in parameters:
         if key not in entry.parameters:
             known = ", ".join(entry.parameters) or "none"
