@@ -348,7 +348,8 @@ def _further_rows(checkup: Mapping[str, Any]) -> Rows:
         rows.append(
             (
                 "copy",
-                f"{pinned}{copy['source'].upper()} to {copy['target'].upper()}, {format_size(copy['num_bytes'])}: "
+                f"{pinned}{copy['source'].upper()} to {copy['target'].upper()}, "
+                f"{format_size(copy['num_bytes'])}: "
                 f"{seconds(copy['seconds']['median'])}, {gigabytes_per_s(rate)}",
             )
         )
