@@ -537,6 +537,8 @@ def test_doctor_prints_and_need_not_store(
     for words in ("copying, emulated", "split, emulated", "CPU experts", "2.50 tokens", "It fits"):
         assert words in out
     assert "was not stored" in out
+    # Rates have one unit everywhere.
+    assert "GB/s" in out and "iB/s" not in out
     assert "copying, cpu" not in out and not (tmp_path / ".cache").exists()
 
 

@@ -98,7 +98,7 @@ def test_show_json_is_strict(made: Path, run: Run) -> None:
 
 def test_inspect_knows_traces(made: Path, run: Run) -> None:
     code, out, _ = run("inspect", made)
-    assert code == 0 and "synthetic llada2-mini" in out
+    assert code == 0 and "synthetic, llada2-mini" in out
     code, out, _ = run("inspect", made, "--json")
     assert code == 0 and json.loads(out)["num_moe_layers"] == 2
 

@@ -392,7 +392,11 @@ def summary_rows(trace: "RoutingTrace", path: Path) -> list[tuple[str, str]]:
     num_generated = sum(request.num_generated_tokens for request in trace.requests)
     return [
         ("path", str(path)),
-        ("trace", f"{trace.source}, {trace.model_name} ({trace.model_type})"),
+        # The names of made-up models say that they are.
+        (
+            "trace",
+            f"{trace.source}, {trace.model_name.removeprefix('synthetic ')} ({trace.model_type})",
+        ),
         (
             "experts",
             f"{trace.num_moe_layers} layers, {trace.num_experts} per layer, top {trace.top_k}; "
