@@ -330,8 +330,7 @@ def _remedy(config: EngineConfig, plan: MemoryPlan, usable_bytes: int, more_room
         # Where no keys and values are planned, nothing of them can be spared.
         shorter = f"lower {lengths}, " if model.kv_bytes else ""
         return (
-            f"even one expert slot does not fit beside the rest of the model; {shorter}"
-            f"{more_room}"
+            f"even one expert slot does not fit beside the rest of the model; {shorter}{more_room}"
         )
     least = plan.low_bytes + shape.expert_bytes
     if config.memory is not None:
