@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import settings
+from products import FULL_EXAMPLES
 
 # A shell's background jobs inherit an ignored SIGINT; the tests of Ctrl-C need the usual one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -17,14 +18,19 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline: time is not what these test.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.load_profile("repeatable")
+settings.register_profile("part", derandomize=True, deadline=None)
+PART = settings.get_profile("part")
+settings.register_profile("full", PART, max_examples=FULL_EXAMPLES * PART.max_examples)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full", action="store_true", help="also run the cells of products that are left out"
+        "--full", action="store_true", help="also run what the default run leaves out: products.py"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("full" if config.getoption("--full") else "part")
 
 
 # Files of few and long tests, and those that wait for other processes: first, so that in the end

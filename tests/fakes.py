@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from hypothesis import settings
+from products import num_examples
 from torch import Tensor
 
 from oled_moe.costs import DEFAULT_EMULATED_PROFILE, CostModel
@@ -54,8 +55,8 @@ COSTS = CostModel(transfer_s=2.0, cpu_base_s=0.5, cpu_token_s=0.75, mean_tokens_
 
 
 def bounded(max_examples: int) -> settings:
-    """The same examples on every run, and no wall time asserted."""
-    return settings(max_examples=max_examples, derandomize=True, deadline=None)
+    """So many drawn examples in the default run, and as many more as products.py says in a full."""
+    return settings(max_examples=num_examples(max_examples))
 
 
 def shape_of(num_layers: int, num_experts: int, top_k: int) -> MoeShape:

@@ -36,10 +36,11 @@ REAL_LENGTHS = {name: getattr(prediction, name) for name in ("_MAX_LAYERS", "_AN
 
 
 @pytest.fixture(autouse=True)
-def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_replays(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
     """What is predicted is tested in test_prediction.py; here, that it is said."""
-    monkeypatch.setattr(prediction, "_MAX_LAYERS", 2)
-    monkeypatch.setattr(prediction, "_ANSWER_TOKENS", 32)
+    if not pytestconfig.getoption("--full"):
+        monkeypatch.setattr(prediction, "_MAX_LAYERS", 2)
+        monkeypatch.setattr(prediction, "_ANSWER_TOKENS", 32)
 
 
 @pytest.fixture

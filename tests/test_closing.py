@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from fakes import bounded
 from grammars import state_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
@@ -44,7 +45,7 @@ ANSWERS = list(all_answers())
 
 
 @given(expressions())
-@settings(max_examples=150)
+@bounded(150)
 def test_a_closing_is_the_shortest_of_all_answers(expression: str) -> None:
     state = state_of(TOKENS, LLMatcher.grammar_from_regex(expression))
     shortest = next((n for n, text in ANSWERS if re.fullmatch(expression, text)), None)
@@ -63,7 +64,7 @@ def test_a_closing_is_the_shortest_of_all_answers(expression: str) -> None:
 
 
 @given(expressions(), st.integers(0, 2**16))
-@settings(max_examples=60)
+@bounded(60)
 def test_a_closing_leads_to_the_end_from_anywhere(expression: str, seed: int) -> None:
     state = state_of(TOKENS, LLMatcher.grammar_from_regex(expression))
     rng = np.random.default_rng(seed)

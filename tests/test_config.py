@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from fakes import bounded
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oled_moe.config import (
@@ -172,7 +173,7 @@ def test_unknown_options_are_errors() -> None:
 VALUES = st.sampled_from([*STRANGE[:-1], HUGE, math.nan, None, True, False, 0, 1, 2, 0.5, 1.0])
 
 
-@settings(deadline=None, max_examples=200)
+@bounded(200)
 @given(st.dictionaries(st.sampled_from([f.name for f in fields(SamplingParams)]), VALUES))
 def test_any_sampling_value_is_taken_or_a_config_error(values: dict[str, Any]) -> None:
     try:
@@ -434,7 +435,7 @@ def test_percent_needs_a_whole() -> None:
         parse_size("memory", "50%")
 
 
-@settings(max_examples=300)
+@bounded(300)
 @given(st.text(max_size=12) | st.from_regex(r"[0-9.]{1,400}\s?[KMGTkib%B]{0,3}", fullmatch=True))
 @example("9" * 400)
 @example("9" * 400 + "GiB")

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import synthetic_llada2, write_checkpoint
-from hypothesis import example, given, settings
+from fakes import bounded
+from hypothesis import example, given
 from hypothesis import strategies as st
+from products import product
 from torch import Tensor
 
 from oled_moe import Engine, EngineConfig
@@ -270,7 +272,7 @@ REFERENCES = {"low_confidence": reference_low_confidence, "joint_threshold": ref
 PROMPTS = st.lists(st.integers(0, VOCABULARY - 1), max_size=11)
 
 
-@settings(deadline=None, max_examples=25)
+@bounded(25)
 @given(
     algorithm=st.sampled_from(sorted(REFERENCES)),
     seed=st.integers(0, 10**6),
@@ -748,7 +750,7 @@ def test_seeds_of_a_request() -> None:
     assert MASK not in answer(3, flat)
 
 
-@settings(deadline=None, max_examples=25)
+@bounded(25)
 @given(
     algorithm=st.sampled_from(sorted(REFERENCES)),
     seed=st.integers(0, 10**6),
@@ -893,7 +895,7 @@ class Recording:
 
 
 @pytest.mark.parametrize("algorithm", sorted(REFERENCES))
-@pytest.mark.parametrize(("num_prompt", "block_length"), [(0, 8), (3, 4), (21, 8)])
+@pytest.mark.parametrize("num_prompt, block_length", product((0, 3, 21, 8), (8, 4)))
 def test_the_prefix_cache_is_exact(
     engine: Engine, algorithm: str, num_prompt: int, block_length: int
 ) -> None:

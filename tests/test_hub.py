@@ -16,7 +16,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 from fake_hub import COMMIT, Asked, FakeHub, Fault, checksum, fake_hub, leave_settings
-from hypothesis import given, settings
+from fakes import bounded
+from hypothesis import given
 from hypothesis import strategies as st
 
 import oled_moe.hub
@@ -250,7 +251,7 @@ def test_a_refused_or_ignored_range_starts_the_file_anew(hub: FakeHub, cache: Pa
     assert all((report.path / name).read_bytes() == CONTENT[name] for name in SHARDS)
 
 
-@settings(max_examples=60)
+@bounded(60)
 @given(
     faults=st.lists(
         st.builds(

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from fakes import bounded
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oled_moe.errors import MissingDependencyError
@@ -131,7 +132,7 @@ def test_rows_are_padded_to_few_sizes() -> None:
 
 
 @each_isa
-@settings(max_examples=40, deadline=None)
+@bounded(40)
 @given(
     hidden=st.integers(1, 150),
     width=st.integers(1, 150),
@@ -266,7 +267,7 @@ def test_matrices_at_odd_addresses(isa: str) -> None:
 
 
 @each_isa
-@settings(max_examples=40, deadline=None)
+@bounded(40)
 @given(
     num_rows=st.integers(0, 130),
     num_inputs=st.integers(1, 200),

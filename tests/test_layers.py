@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from fakes import bounded
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -65,7 +66,7 @@ def test_rotary_over_all_dimensions() -> None:
     torch.testing.assert_close(found.norm(dim=-1), heads.norm(dim=-1))
 
 
-@settings(deadline=None, max_examples=40)
+@bounded(40)
 @given(
     num_keys=st.integers(1, 14),
     num_queries=st.integers(1, 14),
@@ -101,7 +102,7 @@ def test_swiglu() -> None:
     torch.testing.assert_close(swiglu(hidden, gate, up, down), expected, atol=1e-5, rtol=1e-4)
 
 
-@settings(deadline=None, max_examples=60)
+@bounded(60)
 @given(
     seed=st.integers(0, 1000),
     groups=st.sampled_from([(1, 1), (4, 2), (4, 1), (4, 4), (2, 1)]),

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from fakes import bounded
+from hypothesis import given
 from hypothesis import strategies as st
 from test_decoding import Script, chaotic, peaked, run
 
@@ -203,7 +204,7 @@ CASES = {
 }
 
 
-@settings(deadline=None, max_examples=80)
+@bounded(80)
 @given(**CASES)
 def test_the_loop_is_the_described_one(seed: int, **case: Any) -> None:
     script, prompt, chosen = case_of(seed, **case)
@@ -224,7 +225,7 @@ def case_of(
     return chaotic(seed, scale), prompt, chosen
 
 
-@settings(deadline=None, max_examples=40)
+@bounded(40)
 @given(**CASES)
 def test_what_holds_at_every_step(seed: int, **case: Any) -> None:
     """Length, prompt, an end, no control token that anybody sees, and events that tell all."""

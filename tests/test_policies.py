@@ -441,7 +441,7 @@ def run_constant(
     return history
 
 
-@pytest.mark.parametrize("mean_capacity", [5, 20, 30, 50])
+@pytest.mark.parametrize("mean_capacity", [5, pytest.param(10, marks=pytest.mark.full), 20, 30, 50])
 def test_constant_activation_settles(mean_capacity: int) -> None:
     history = run_constant([6, 14, 25, 40, 9, 17], mean_capacity, 200)
     changes = np.abs(np.diff(history[49:], axis=0))

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from fakes import bounded
+from hypothesis import given
 from hypothesis import strategies as st
 
 from oled_moe.costs import DEFAULT_PROFILE, HardwareProfile, WeightRate
@@ -163,7 +164,7 @@ def test_more_slots_are_never_slower(policy: str) -> None:
 baseline = functools.cache(functools.partial(prediction, policy="naive-lru"))
 
 
-@settings(max_examples=8, deadline=None)
+@bounded(8)
 @given(
     st.sampled_from(["copy_bytes_per_s", "cpu_weight_bytes_per_s", "cpu_token_weight_bytes_per_s"]),
     st.floats(1.5, 20),

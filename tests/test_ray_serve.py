@@ -474,12 +474,17 @@ def test_a_client_that_goes_frees_its_place(service: Service, is_streamed: bool)
     wait_until(lambda: service.num_running() == 0, "an empty house")
 
 
-def test_a_full_replica_spills_to_the_other(service: Service) -> None:
+@pytest.mark.parametrize(
+    "num_requests, num_tokens", [(24, 48), pytest.param(40, 200, marks=pytest.mark.full)]
+)
+def test_a_full_replica_spills_to_the_other(
+    service: Service, num_requests: int, num_tokens: int
+) -> None:
     # Long enough that all are there together.
-    body = chat("", QUESTION, user="busy", **{**LONG, "max_tokens": 48})
+    body = chat("", QUESTION, user="busy", **{**LONG, "max_tokens": num_tokens})
     url = f"{service.url}/v1/chat/completions"
-    with httpx2.Client(timeout=WAIT_S) as http, ThreadPoolExecutor(24) as pool:
-        replies = list(pool.map(lambda _: http.post(url, json=body), range(24)))
+    with httpx2.Client(timeout=WAIT_S) as http, ThreadPoolExecutor(num_requests) as pool:
+        replies = list(pool.map(lambda _: http.post(url, json=body), range(num_requests)))
     assert {reply.headers["X-Replica"] for reply in replies} == set(service.replica_pids())
     assert len({text_of(reply) for reply in replies}) == 1
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from fakes import bounded
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -51,7 +52,7 @@ def check_same(found: list[Tensor], expected: Tensor, *, rtol: float, atol: floa
 @needs_native
 @pytest.mark.parametrize("isa", paths())
 @given(num_tokens=st.integers(1, 9), top_k=st.integers(1, 8), width=st.integers(1, 70), seed=SEEDS)
-@settings(max_examples=25, deadline=None)
+@bounded(25)
 def test_native_combine(isa: str, num_tokens: int, top_k: int, width: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     out_ND = torch.randn(num_tokens * top_k, width, generator=generator).bfloat16()
@@ -93,7 +94,7 @@ def best_of(logits_NV: Tensor, banned_id: int) -> tuple[Tensor, Tensor]:
     data=st.data(),
     seed=SEEDS,
 )
-@settings(max_examples=40, deadline=None)
+@bounded(40)
 def test_native_choice(
     isa: str, num_rows: int, num_logits: int, scale: float, data: st.DataObject, seed: int
 ) -> None:
@@ -146,7 +147,7 @@ def test_choice(path: str) -> None:
     is_by_head=st.booleans(),
     seed=SEEDS,
 )
-@settings(max_examples=25, deadline=None)
+@bounded(25)
 def test_native_norm(
     isa: str, num_rows: int, num_heads: int, width: int, is_by_head: bool, seed: int
 ) -> None:
@@ -210,7 +211,7 @@ def attention_of(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     scale=st.sampled_from([0.1, 1.0, 20.0]),
     seed=SEEDS,
 )
-@settings(max_examples=30, deadline=None)
+@bounded(30)
 def test_native_attention(
     isa: str,
     num_tokens: int,
@@ -292,7 +293,7 @@ def test_attention_of_several_segments_is_that_of_each(path: str, dtype: torch.d
     rest=st.integers(0, 20),
     seed=SEEDS,
 )
-@settings(max_examples=25, deadline=None)
+@bounded(25)
 def test_native_rotation_is_torchs_to_the_bit(
     isa: str, num_tokens: int, num_heads: int, half: int, rest: int, seed: int
 ) -> None:
@@ -321,7 +322,7 @@ def test_native_rotation_is_torchs_to_the_bit(
     has_bias=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=40, deadline=None)
+@bounded(40)
 def test_native_routing(
     isa: str, num_tokens: int, num_groups: int, group_size: int, has_bias: bool, data: st.DataObject
 ) -> None:

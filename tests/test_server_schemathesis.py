@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from products import num_examples
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 from served import SETTINGS, ReadyBackend, demo_runtime
@@ -67,9 +68,7 @@ def test_replies_are_as_described(
 
     @given(case=operations[label].as_strategy(generation_mode=mode))
     @settings(
-        max_examples=30 if label in WITH_BODY else 3,
-        deadline=None,
-        derandomize=True,
+        max_examples=num_examples(30 if label in WITH_BODY else 3),
         phases=(Phase.explicit, Phase.generate),
         suppress_health_check=list(HealthCheck),
     )

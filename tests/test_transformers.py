@@ -20,6 +20,7 @@ import torch
 import transformers as hf
 from fake_streams import FakeGraphs, FakePinning, FakeStreams
 from ggufs import write_gguf
+from products import product
 from safetensors.torch import load_file
 
 from oled_moe.config import parse_size
@@ -140,24 +141,29 @@ def stored(
     return model, path
 
 
-@pytest.mark.parametrize("is_stored", [False, True], ids=["model", "path"])
-def test_outputs_are_those_of_the_whole_model(stored: tuple[Any, Path], is_stored: bool) -> None:
-    whole, path = stored
-    logits, answer_ids = logits_of(whole), answer(whole)
-    # Half of them each.
-    for experts_per_layer, policy in RUNS[is_stored::2]:
-        source = path if is_stored else copy.deepcopy(whole)
-        model = offload_experts(source, experts_per_layer=experts_per_layer, policy=policy)
-        assert type(model) is type(whole) and (is_stored or model is source)
-        assert_close(logits_of(model), logits)
-        assert torch.equal(answer(model), answer_ids)
-        stats = expert_stats(model)
-        assert stats.loads > 0 or stats.resident_experts == stats.num_experts
-        assert stats.hits + stats.prefetched + stats.loads == stats.demanded
-        names = [name for name, _ in model.named_parameters()]
-        assert names and not any(
-            re.search(r"\.experts\.(gate_up|down)_proj", each) for each in names
-        )
+@pytest.fixture(scope="module")
+def expected(stored: tuple[Any, Path]) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits_of(stored[0]), answer(stored[0])
+
+
+@pytest.mark.parametrize("source, run", product(("model", "path"), RUNS))
+def test_outputs_are_those_of_the_whole_model(
+    stored: tuple[Any, Path],
+    expected: tuple[torch.Tensor, torch.Tensor],
+    source: str,
+    run: tuple[float, str],
+) -> None:
+    (whole, path), (logits, answer_ids), (capacity, policy) = stored, expected, run
+    given = path if source == "path" else copy.deepcopy(whole)
+    model = offload_experts(given, experts_per_layer=capacity, policy=policy)
+    assert type(model) is type(whole) and (model is given) == (source == "model")
+    assert_close(logits_of(model), logits)
+    assert torch.equal(answer(model), answer_ids)
+    stats = expert_stats(model)
+    assert stats.loads > 0 or stats.resident_experts == stats.num_experts
+    assert stats.hits + stats.prefetched + stats.loads == stats.demanded
+    names = [name for name, _ in model.named_parameters()]
+    assert names and not any(re.search(r"\.experts\.(gate_up|down)_proj", each) for each in names)
 
 
 def test_batches_with_padding_and_beams() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from fakes import bounded
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -290,7 +291,7 @@ def run(policy: UnmaskingPolicy, state: BlockState, confidence: ConfidenceArray,
 FLOATS = st.floats(0, 1, width=32) | st.just(math.nan)
 
 
-@settings(deadline=None, max_examples=150)
+@bounded(150)
 @given(
     algorithm=st.sampled_from(sorted(UNMASKING)),
     confidence=st.lists(FLOATS, min_size=1, max_size=9),
@@ -319,7 +320,7 @@ def test_every_block_ends_without_masks_and_with_its_prompt(
     assert MASK not in state.token_ids[len(prompt) :]
 
 
-@settings(deadline=None, max_examples=100)
+@bounded(100)
 @given(
     letters=st.text("m.p", min_size=1, max_size=10),
     seed=st.integers(0, 2**31),
@@ -350,7 +351,7 @@ def test_updates_tell_exactly_what_changed(
     assert is_waiting or state.is_masked.sum() < masked.sum(), "a step with masks makes progress"
 
 
-@settings(deadline=None, max_examples=100)
+@bounded(100)
 @given(
     letters=st.text("m.p", min_size=1, max_size=10),
     seed=st.integers(0, 2**31),
@@ -545,7 +546,7 @@ def expected_probabilities(
     return [math.exp(scaled[i]) / total if i in kept else 0.0 for i in range(len(logits))]
 
 
-@settings(deadline=None, max_examples=150)
+@bounded(150)
 @given(
     order=st.permutations(range(8)),
     temperature=st.floats(0.3, 3),

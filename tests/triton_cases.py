@@ -103,16 +103,15 @@ def test_for_any_shape(sizes: list[int], hidden: int, width: int, seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    "dtype, form, activation",
-    [
-        (torch.bfloat16, "int8-row", "silu"),
-        (torch.float16, "int8-g64-asym", "gelu_tanh"),
-        (torch.float32, "int4-g32", "gelu_tanh"),
-        (torch.bfloat16, "int4-g128-asym", "silu"),
-    ],
+    "form, dtype, activation",
+    product(
+        ("int8-row", "int8-g64-asym", "int4-g32", "int4-g128-asym"),
+        list(TOLERANCE),
+        get_args(Activation),
+    ),
 )
 def test_quantised_agrees_with_the_reference(
-    dtype: torch.dtype, form: str, activation: Activation
+    form: str, dtype: torch.dtype, activation: Activation
 ) -> None:
     layout = ExpertLayout(150, 40, dtype, activation, QuantSpec.parse(form))
     check_kernel(triton_kernel(), layout, [1, 17], gap=2)
