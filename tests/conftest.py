@@ -1,5 +1,6 @@
 """Settings of all tests: one thread, and the same drawn examples on every machine and run."""
 
+import functools
 import logging
 import os
 import signal
@@ -50,6 +51,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Numbers drawn without a generator of their own are the same in every run, too."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def shared_texts() -> Iterator[None]:
+    """Predictions of a module replay the same made-up texts; making them is half of the time."""
+    from oled_moe.synthesis import synthesize
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("oled_moe.prediction.synthesize", functools.lru_cache(synthesize))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -666,12 +666,20 @@ def test_json_from_the_environment_holds_for_errors(
     assert code == 3 and json.loads(out)["error"]["exit_code"] == 3
 
 
+REDIRECTS = (">&-", "2>&-", "<&-", "> /dev/full", "| true")
+
+
 @pytest.mark.parametrize(
     "redirect, command",
-    product(
-        (">&-", "2>&-", "<&-", "> /dev/full", "| true"),
-        ("version --json", "inspect ./nowhere --json", "version"),
-    ),
+    [
+        # One of these loads torch, which takes most of the time.
+        *product(REDIRECTS, ("version --json", "trace show ./nowhere --json", "simulate --list")),
+        *(
+            pytest.param(redirect, command, marks=pytest.mark.full)
+            for redirect in REDIRECTS
+            for command in ("inspect ./nowhere --json", "version")
+        ),
+    ],
 )
 def test_streams_that_are_closed_or_full_make_no_traceback(redirect: str, command: str) -> None:
     shell = f"{sys.executable} -m oled_moe {command} {redirect}"

@@ -28,6 +28,8 @@ from oled_moe.packing import pack_checkpoint, plan_pack
 from oled_moe.random_checkpoint import checkpoint_shards
 from oled_moe.shapes import SHAPES
 
+pytestmark = pytest.mark.usefixtures("shared_texts")
+
 GIB = 2**30
 Run = Callable[..., tuple[int, str, str]]
 

@@ -29,6 +29,8 @@ from oled_moe.prediction import (
 )
 from oled_moe.types import MoeShape
 
+pytestmark = pytest.mark.usefixtures("shared_texts")
+
 SHAPE = MoeShape(num_layers=2, num_experts=32, top_k=4, expert_bytes=2**20)
 SIZES = ModelSizes(
     shape=SHAPE,
