@@ -42,7 +42,12 @@ FIRST = ("test_ray_serve", "test_triton", "test_gpu_check", "test_cli_serve", "t
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What products.py marks `full` runs with --full alone; files of long tests come first."""
     items.sort(key=lambda item: item.path.stem not in FIRST)
-    if not config.getoption("--full"):
+    if config.getoption("--full"):
+        # Only a test that hangs may meet its limit, and more examples take longer.
+        limit_s = FULL_EXAMPLES * float(config.getini("timeout"))
+        for item in items:
+            item.add_marker(pytest.mark.timeout(limit_s))
+    else:
         left_out = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
