@@ -1,6 +1,7 @@
 """Settings of all tests: one thread, and the same drawn examples on every machine and run."""
 
 import functools
+import gc
 import logging
 import os
 import signal
@@ -32,6 +33,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("full" if config.getoption("--full") else "part")
+    # Six thousand tests and what they import stay: nothing of it is worth looking through, now or
+    # at every collection of garbage from here on.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 # Files of few and long tests, and those that wait for other processes: first, so that in the end
