@@ -235,7 +235,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model's packs."""
     folder = tmp_path_factory.mktemp("packs")
     for form in ("int4", "int8"):
-        pack_checkpoint("demo", folder / form, dtype=form)
+        pack_checkpoint("demo", folder / form, dtype=form, method="nearest")
     return folder
 
 

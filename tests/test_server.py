@@ -521,7 +521,7 @@ def test_a_lossy_rule_is_named_everywhere(http: httpx2.Client) -> None:
 def test_experts_in_a_lower_precision_are_counted(http: httpx2.Client, tmp_path: Path) -> None:
     assert http.get("/v1/models/demo").json()["low_precision"] is None
     assert 'how="low_precision"' not in http.get("/metrics").text
-    pack_checkpoint("demo", tmp_path / "low", dtype="int4")
+    pack_checkpoint("demo", tmp_path / "low", dtype="int4", method="nearest")
     settings = {"lossy": "mixed:share=0.5", "low_precision": str(tmp_path / "low")}
     with (
         demo_runtime(expert_memory="20%", **settings) as made,
