@@ -173,10 +173,10 @@ class Exchange:
     """One HTTP request to an ASGI app, its reply taken message by message."""
 
     def __init__(self, app: Any, path: str, body: Any = None, **headers: str) -> None:
-        self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._has_left = asyncio.Event()
         self._outgoing: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         raw = b"" if body is None else json.dumps(body).encode()
-        self._incoming.put_nowait({"type": "http.request", "body": raw, "more_body": False})
+        self._unread = [{"type": "http.request", "body": raw, "more_body": False}]
         names = {"content-type": "application/json", **headers}
         scope = {
             "type": "http",
@@ -194,7 +194,14 @@ class Exchange:
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 8000),
         }
-        self.task = asyncio.ensure_future(app(scope, self._incoming.get, self._outgoing.put))
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._outgoing.put))
+
+    async def _receive(self) -> dict[str, Any]:
+        """As servers do: the request, then that the client has left, as often as it is asked."""
+        if self._unread:
+            return self._unread.pop()
+        await self._has_left.wait()
+        return {"type": "http.disconnect"}
 
     async def message(self) -> dict[str, Any]:
         """The next message, or the error with which the app ended."""
@@ -234,7 +241,7 @@ class Exchange:
 
     async def leave(self) -> None:
         """Close the connection, as a client does; returns once the app has ended."""
-        self._incoming.put_nowait({"type": "http.disconnect"})
+        self._has_left.set()
         await asyncio.wait_for(asyncio.shield(self.task), 60)
 
 

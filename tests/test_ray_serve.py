@@ -27,6 +27,7 @@ from starlette.requests import Request
 from oled_moe.config import EngineConfig
 from oled_moe.errors import ConfigError, MissingDependencyError, OledMoeError
 from oled_moe.ray_serve import (
+    Caller,
     Front,
     Replica,
     ServeArgs,
@@ -295,6 +296,22 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_event() -> None:
     # Half a JSON object cannot be mended: the connection is cut.
     with pytest.raises(type(dead)):
         through_front(FakeReplicas([head("application/json"), piece(b"{"), dead]))
+
+
+def test_whoever_asks_hears_that_the_client_has_left() -> None:
+    """A reply waits for its client in steps, and any of them may be the one that hears of it."""
+
+    async def play() -> None:
+        caller = Caller(b"hi")
+        assert (await caller.receive())["body"] == b"hi"
+        watchers = [asyncio.ensure_future(caller.receive()) for _ in range(2)]
+        await asyncio.sleep(0)
+        watchers.pop().cancel()
+        caller.leave()
+        found = [await watchers.pop(), await caller.receive(), await caller.receive()]
+        assert found == [{"type": "http.disconnect"}] * 3
+
+    asyncio.run(play())
 
 
 # Two replicas

@@ -204,6 +204,28 @@ def merge_metrics(pages: Mapping[str, str]) -> str:
     return "".join(f"{line}\n" for family in families.values() for part in family for line in part)
 
 
+class Caller:
+    """The client of one request as an ASGI server shows it: its body, and from when on it is gone.
+
+    That it is gone is said as often as it is asked: whoever asks once may not be who has to know.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self._is_gone = asyncio.Event()
+
+    def leave(self) -> None:
+        self._is_gone.set()
+
+    async def receive(self) -> dict[str, Any]:
+        """The body, then, once the client has left, that it has."""
+        body, self._body = self._body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._is_gone.wait()
+        return {"type": "http.disconnect"}
+
+
 class Replica:
     """One engine, and the HTTP app over it, in a process of Ray's. Raises: what loading raises."""
 
@@ -245,9 +267,8 @@ class Replica:
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
         """The ASGI messages with which the app answers a request, as they come."""
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        task = asyncio.ensure_future(self._app(scope, incoming.get, messages.put))
+        caller = Caller(body)
+        task = asyncio.ensure_future(self._app(scope, caller.receive, messages.put))
         task.add_done_callback(lambda _: messages.put_nowait(None))
         try:
             while (message := await messages.get()) is not None:
@@ -258,7 +279,7 @@ class Replica:
             await task
         finally:
             # Ray cancels this when the client has gone: the app hears of it as from any server.
-            incoming.put_nowait({"type": "http.disconnect"})
+            caller.leave()
             await asyncio.wait([task])
 
     async def answer_whole(self, scope: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
