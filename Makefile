@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed
 	$(PYTEST)
 
-# Every cell of every product of cases: tests/products.py.
+# Every cell of every product of cases, and more drawn examples: tests/products.py.
 test-full: $(VENV)/.installed
 	$(PYTEST) --full
 
