@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from diffusion_gemmas import VISION
 from fake_streams import FakeGraphs, FakePinning, FakeStreams
 from ggufs import write_gguf
 from products import product
@@ -185,7 +186,9 @@ def diffusion_gemma() -> Any:
         moe_intermediate_size=16,
     )
     torch.manual_seed(0)
-    config = hf.DiffusionGemmaConfig(text_config=text, canvas_length=8)
+    # By default eyes of 167 million weights, which nobody opens here.
+    vision = hf.Gemma4VisionConfig(**VISION)
+    config = hf.DiffusionGemmaConfig(text_config=text, vision_config=vision, canvas_length=8)
     return widened(hf.DiffusionGemmaForBlockDiffusion(config)).eval()
 
 
