@@ -39,6 +39,7 @@ from oled_moe.cli_plan import doctor, plan
 from oled_moe.cli_pull import pull
 from oled_moe.cli_reproduce import reproduce
 from oled_moe.cli_serve import serve
+from oled_moe.cli_settings import config_app
 from oled_moe.cli_shared import (
     LogFlags,
     LogFormat,
@@ -88,7 +89,8 @@ _TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
 app = typer.Typer(
     name="oled-moe",
     help="Runs mixture-of-experts diffusion language models larger than the memory at hand.",
-    epilog="Every flag can be set in the environment, --expert-memory as OLED_MOE_EXPERT_MEMORY.",
+    epilog="Every flag can be set in the environment, --expert-memory as OLED_MOE_EXPERT_MEMORY, "
+    "or in a file given as --config; `config show serve` tells what won.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -293,6 +295,7 @@ app.command(cls=PanelCommand, short_help="Redo a figure of the paper.")(reproduc
 
 
 app.add_typer(trace_app, name="trace", short_help="Record routing, look at it, make it up.")
+app.add_typer(config_app, name="config", short_help="Say which settings a command takes.")
 
 
 @app.command(cls=PanelCommand, short_help="Say what a checkpoint or a trace holds.")

@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from oled_moe.cli_config import use_config
 from oled_moe.config import (
     ALGORITHMS,
     CANVAS_CACHES,
@@ -83,6 +84,16 @@ _decoding = functools.partial(flag, panel="Decoding")
 
 # Flags of several commands, by their annotation.
 Json = Annotated[bool, flag("--json", help="Print one JSON object instead of text.")]
+_Config = Annotated[
+    Path | None,
+    flag(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        callback=use_config,
+        help="TOML or YAML whose keys are flags, its tables commands; flags and environment win.",
+    ),
+]
 Device = Annotated[
     str | None, _engine("--device", metavar="NAME", help=f"{' or '.join(DEVICES)}; default: cpu.")
 ]
@@ -437,7 +448,7 @@ def as_flags(text: str, names: Iterable[str]) -> str:
 
 
 def takes_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the flags of every dataclass among its parameters, one by one.
+    """Give a command the flags of every dataclass among its parameters, one by one, and --config.
 
     The command itself still gets the dataclass.
     """
@@ -460,8 +471,15 @@ def takes_flags(command: Callable[..., Any]) -> Callable[..., Any]:
             for field in fields(kind)
         )
 
+    parameters.append(
+        inspect.Parameter(
+            "config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_Config
+        )
+    )
+
     @functools.wraps(command)
     def run(**values: Any) -> Any:
+        del values["config_file"]
         for name, kind in groups.items():
             values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
         return command(**values)
@@ -471,24 +489,39 @@ def takes_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _rank(ctx: Any, name: str) -> int:
+    """How strong the place is that a flag's value is from; 0 for its default."""
+    source = ctx.get_parameter_source(name)
+    places = ("DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
+    return 0 if source is None or source.name not in places else places.index(source.name) + 1
+
+
 class PanelCommand(typer.core.TyperCommand):
     """Plain help, its flags grouped by panel. Importing rich for it would take too long."""
 
+    def make_context(self, *args: Any, **values: Any) -> Any:
+        """Errors in values tell where these are from, where that is no flag."""
+        try:
+            return super().make_context(*args, **values)
+        except typer.BadParameter as error:
+            param, ctx = error.param, error.ctx
+            if param is not None and ctx is not None and param.name is not None:
+                source = ctx.get_parameter_source(param.name)
+                if source is not None and source.name == "DEFAULT_MAP":
+                    error.message += " (in the config file)"
+            raise
+
     def invoke(self, ctx: Any) -> Any:
-        """Flags that exclude each other: one that is given wins over one from the environment.
+        """Of flags that exclude each other, one that is given wins over one from the environment,
+        and that over one of a file.
 
         Errors name flags as they are typed, but for those of files, whose keys are what they are.
         """
         for group in _EXCLUSIVE:
-            source_of = {
-                name: ctx.get_parameter_source(name).name
-                for name in group
-                if ctx.params.get(name) is not None
-            }
-            if "COMMANDLINE" in source_of.values():
-                for name, source in source_of.items():
-                    if source == "ENVIRONMENT":
-                        ctx.params[name] = None
+            ranks = {name: _rank(ctx, name) for name in group if ctx.params.get(name) is not None}
+            for name, rank in ranks.items():
+                if 0 < rank < max(ranks.values()):
+                    ctx.params[name] = None
         self._drop_what_another_algorithm_looks_at(ctx)
         try:
             return super().invoke(ctx)
@@ -503,14 +536,16 @@ class PanelCommand(typer.core.TyperCommand):
         return {name[2:] for name in names if name.startswith("--")}
 
     def _drop_what_another_algorithm_looks_at(self, ctx: Any) -> None:
-        """What the environment says of decoding is for its own algorithm, not for a given one."""
+        """What the environment or a file says of decoding is for its own algorithm, not for one
+        that is given, or that the environment says."""
         algorithm = ctx.params.get("algorithm")
-        if algorithm is None or ctx.get_parameter_source("algorithm").name != "COMMANDLINE":
+        if algorithm is None:
             return
+        rank = _rank(ctx, "algorithm")
         algorithm = _ALGORITHM_ALIASES.get(algorithm, algorithm)
         for name in ctx.params:
-            is_from_there = ctx.get_parameter_source(name).name == "ENVIRONMENT"
-            if is_from_there and algorithm in ALGORITHMS and not looks_at(algorithm, name):
+            is_weaker = 0 < _rank(ctx, name) < rank
+            if is_weaker and algorithm in ALGORITHMS and not looks_at(algorithm, name):
                 ctx.params[name] = None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
