@@ -474,7 +474,7 @@ def test_errors_of_the_caller_reach_the_caller() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     lane = StreamLane(FakeStreams())
-    with pytest.raises(DoesNotFitError, match="lower experts_per_layer, expert_memory"):
+    with pytest.raises(DoesNotFitError, match="lower memory, expert_memory, experts_per_layer"):
         lane.submit(work)
 
 
