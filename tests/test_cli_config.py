@@ -1,6 +1,7 @@
 """Flags from a file, and which of several places for one won."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,15 @@ def test_flags_that_exclude_each_other(
         ("a.yaml", "- threads", "holds no keys with values"),
         ("a.yaml", "threads: [", "mend the file"),
         ("a.yaml", "[" * 5000, "mend the file"),
+        ("a.yaml", "threads: 1\nthreads: 2", "line 2: threads comes twice"),
+        ("a.yaml", "block_size: 8\nblock-length: 16", "block_size and block-length are one flag"),
+        ("a.yaml", "generate:\n  threads: {a: 1}", "threads is a table; allowed: text or a number"),
+        ("a.yaml", "!!map [a]", "mend the file"),
+        ("a.yaml", "quiet: !!bool perhaps", "not what its tag says"),
+        ("a.yaml", "threads: !!timestamp x", "not what its tag says"),
+        ("a.yaml", "stop: &a [*a]", "stop is a list; allowed: text or a number"),
+        ("a.yaml", "stop-token-ids: [1, [2]]", "stop-token-ids is a list; allowed"),
+        ("a.yaml", "quiet: [true]", "quiet is a list; allowed: true or false"),
         ("a.ini", "threads = 1", "ends in .toml, .yaml or .yml"),
         ("a.toml", "threads = 'x'", "Invalid value for '--threads'"),
         ("a.toml", "threads = 'x'", "(in the config file)"),
@@ -122,9 +132,38 @@ def test_wrong_files_are_told(
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (tmp_path / "none.toml", tmp_path):
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    (tmp_path / "folder.toml").mkdir()
+    for path in (tmp_path / "none.toml", tmp_path, tmp_path / "folder.toml", pipe):
         assert main(["generate", "demo", "-p", "x", "--config", str(path)]) == 2
         assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["api-key: unseen: x", 'api-key: "unseen', "api-key: [unseen, [unseen]]"]
+)
+def test_keys_are_in_no_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path = written(tmp_path, f"serve:\n  {text}\n", "a.yaml")
+    assert main(["config", "show", "serve", "--config", str(path)]) == 2
+    assert "unseen" not in capsys.readouterr().err
+
+
+def test_show_leaves_out_what_has_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "memory = '4GiB'\nalgorithm = 'factor'\nfactor = 2\n")
+    asked = ("serve", "demo", "--config", path)
+    assert {"memory", "factor"} <= settings(capsys, *asked).keys()
+    found = settings(capsys, *asked, "--expert-memory", "25%", "--algorithm", "threshold")
+    assert not {"memory", "factor"} & found.keys()
+
+
+def test_show_of_a_command_without_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "version"]) == 0
+    assert "no settings" in capsys.readouterr().out
+    assert main(["config", "show", "trace"]) == 2
+    assert "'trace' is no command; allowed: demo" in capsys.readouterr().err
 
 
 def test_show_of_no_command(capsys: pytest.CaptureFixture[str]) -> None:

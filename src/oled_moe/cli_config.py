@@ -20,6 +20,9 @@ _ALIASES = {"block-size": "block-length"}
 _NEUTRAL = {"penalty-lambda": 0}
 # What has to be known before a command's flags are read, or asks for something else than a run.
 _NOT_IN_FILES = ("config", "help", "json", "version")
+# Flags whose values no message shows.
+SECRETS = ("api-key",)
+HIDDEN = "(hidden)"
 
 Values = Mapping[str, Any]
 
@@ -40,6 +43,7 @@ def defaults_of(ctx: Any, path: Path) -> dict[str, Any]:
     commands = dict(commands_of(ctx.find_root().command))
     name = _name_of(ctx)
     found: dict[str, Any] = {}
+    _check_once(path, "", values)
     for key, value in values.items():
         flag = _flag_of(key)
         if isinstance(value, Mapping):
@@ -52,9 +56,8 @@ def defaults_of(ctx: Any, path: Path) -> dict[str, Any]:
         if flag in commands[name]:
             found.update(_default(path, key, value, commands[name][flag], flag))
     for key, value in _table_of(values, name).items():
-        if not isinstance(value, Mapping):
-            flag = _flag_of(key)
-            found.update(_default(path, key, value, commands[name][flag], flag))
+        flag = _flag_of(key)
+        found.update(_default(path, key, value, commands[name][flag], flag))
     return found
 
 
@@ -63,11 +66,15 @@ def read_config(path: Path) -> dict[str, Any]:
     if path.suffix.lower() not in (".toml", ".yaml", ".yml"):
         raise InputError(f"{path}: a config file ends in .toml, .yaml or .yml; rename it")
     try:
+        # To open a pipe that nobody writes to would take for ever.
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path}: is no file; --config takes a TOML or YAML file")
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; --config takes a TOML or YAML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be read as UTF-8 text ({reason})") from None
     try:
         values = _parse(text, is_toml=path.suffix.lower() == ".toml")
     except ValueError as error:
@@ -90,10 +97,31 @@ def _parse(text: str, *, is_toml: bool) -> Any:
         return tomllib.loads(text)
     import yaml
 
+    class OnceLoader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+        """Refuses a key that comes twice, as TOML does; YAML keeps the last in silence."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[str] = set()
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        raise ValueError(f"line {key.start_mark.line + 1}: {key.value} comes twice")
+                    seen.add(key.value)
+            return super().construct_mapping(node, deep=deep)
+
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error) or "nested too deep") from None
+        return yaml.load(text, OnceLoader)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except yaml.MarkedYAMLError as error:
+        # Not all of it: that quotes the line, in which there may be a key.
+        line = 0 if error.problem_mark is None else error.problem_mark.line + 1
+        raise ValueError(f"line {line}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    except (LookupError, AttributeError, TypeError) as error:
+        # What PyYAML raises for a value that its tag does not fit.
+        raise ValueError(f"a value is not what its tag says ({error})") from None
 
 
 def commands_of(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -141,6 +169,8 @@ def _check_table(
     is_group = any(each.startswith(f"{name} ") for each in commands)
     if name not in commands and not is_group:
         raise InputError(f"{path}: table {_unknown(name, list(commands), 'command')}")
+    if not is_group:
+        _check_once(path, f"{name}.", table)
     for key, value in table.items():
         if is_group and isinstance(value, Mapping):
             _check_table(path, f"{name} {key}", value, commands)
@@ -148,6 +178,15 @@ def _check_table(
             raise InputError(f"{path}: {name}.{key} is no table; {name} has commands, not flags")
         elif not isinstance(key, str) or _flag_of(key) not in commands[name]:
             raise InputError(f"{path}: {name}.{_unknown(str(key), list(commands[name]))}")
+
+
+def _check_once(path: Path, where: str, table: Values) -> None:
+    """Refuse two spellings of one flag. Raises: InputError."""
+    spelt: dict[str, str] = {}
+    for key in table:
+        first = spelt.setdefault(_flag_of(str(key)), str(key))
+        if first != key and isinstance(key, str):
+            raise InputError(f"{path}: {where}{first} and {where}{key} are one flag; give one")
 
 
 def _unknown(key: str, allowed: Sequence[str], kind: str = "flag") -> str:
@@ -158,17 +197,26 @@ def _unknown(key: str, allowed: Sequence[str], kind: str = "flag") -> str:
     return f"{key} is no {kind}; {hint}"
 
 
+def _shown(value: Any) -> str:
+    """A value for messages; of what is nested only the kind, for a few lines may nest terabytes."""
+    if isinstance(value, list):
+        return "a list"
+    return "a table" if isinstance(value, dict) else repr(value)
+
+
 def _default(path: Path, key: str, value: Any, param: Any, flag: str) -> dict[str, Any]:
     """The value as the parameter takes it, by its name."""
+    is_switch = getattr(param, "is_flag", False)
+    wanted = "true or false" if is_switch else "text or a number"
+    for each in value if isinstance(value, list) and not is_switch else [value]:
+        if each is None or isinstance(each, list | dict) or is_switch != isinstance(each, bool):
+            shown = HIDDEN if flag in SECRETS else _shown(each)
+            raise InputError(f"{path}: {key} is {shown}; allowed: {wanted}")
     if isinstance(value, list) and not param.multiple:
         # Flags that take several write them with commas.
         value = ",".join(map(str, value))
     elif param.multiple and not isinstance(value, list):
         value = [value]
-    is_switch = getattr(param, "is_flag", False)
-    if value is None or isinstance(value, Mapping) or is_switch != isinstance(value, bool):
-        wanted = "true or false" if is_switch else "text or a number"
-        raise InputError(f"{path}: {key} is {value!r}; allowed: {wanted}")
     if f"--{flag}" in param.secondary_opts:
         value = not value
     return {param.name: value if is_switch or param.multiple else str(value)}

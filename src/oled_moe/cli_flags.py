@@ -512,23 +512,25 @@ class PanelCommand(typer.core.TyperCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Of flags that exclude each other, one that is given wins over one from the environment,
-        and that over one of a file.
-
-        Errors name flags as they are typed, but for those of files, whose keys are what they are.
-        """
-        for group in _EXCLUSIVE:
-            ranks = {name: _rank(ctx, name) for name in group if ctx.params.get(name) is not None}
-            for name, rank in ranks.items():
-                if 0 < rank < max(ranks.values()):
-                    ctx.params[name] = None
-        self._drop_what_another_algorithm_looks_at(ctx)
+        """Errors name flags as they are typed, but for those of files, whose keys are what they
+        are."""
+        self.settle(ctx)
         try:
             return super().invoke(ctx)
         except OledMoeError as error:
             if not isinstance(error, CheckpointError | TraceError):
                 error.args = (as_flags(str(error), self.flag_names()),)
             raise
+
+    def settle(self, ctx: Any) -> None:
+        """Of flags that exclude each other, one that is given wins over one from the environment,
+        and that over one of a file. Mutates: the parameters of `ctx`."""
+        for group in _EXCLUSIVE:
+            ranks = {name: _rank(ctx, name) for name in group if ctx.params.get(name) is not None}
+            for name, rank in ranks.items():
+                if 0 < rank < max(ranks.values()):
+                    ctx.params[name] = None
+        self._drop_what_another_algorithm_looks_at(ctx)
 
     def flag_names(self) -> set[str]:
         """Long names of all flags, without the dashes."""

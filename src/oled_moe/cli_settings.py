@@ -5,13 +5,12 @@ from typing import Any
 
 import typer
 
-from oled_moe.cli_config import commands_of, flags_of
+from oled_moe.cli_config import HIDDEN, SECRETS, commands_of, flags_of
+from oled_moe.cli_flags import PanelCommand
 from oled_moe.cli_shared import print_json, print_rows
 from oled_moe.errors import InputError
 
 _SOURCES = {"COMMANDLINE": "command line", "DEFAULT": "default", "DEFAULT_MAP": "config file"}
-_SECRETS = ("api-key",)
-_HIDDEN = "(hidden)"
 
 config_app = typer.Typer(
     no_args_is_help=True, help="Say which settings a command takes.", rich_markup_mode=None
@@ -34,7 +33,8 @@ def show_settings(ctx: Any, words: Sequence[str]) -> list[tuple[str, Any, str]]:
         name = rest.pop(0) if rest else ""
         if name not in command.commands:
             known = [each for each, _ in commands_of(root.command)]
-            raise InputError(f"{name!r} is no command; allowed: {', '.join(known)}")
+            asked = " ".join(words[: len(words) - len(rest)])
+            raise InputError(f"{asked!r} is no command; allowed: {', '.join(known)}")
         command = command.commands[name]
         if hasattr(command, "commands"):
             parent = type(root)(command, info_name=name, parent=parent)
@@ -42,6 +42,8 @@ def show_settings(ctx: Any, words: Sequence[str]) -> list[tuple[str, Any, str]]:
         # What is asked is where values come from, not whether all are there.
         param.required = False
     own = command.make_context(name, rest, parent=parent)
+    if isinstance(command, PanelCommand):
+        command.settle(own)
     settings = []
     for flag, param in flags_of(command).items():
         value = own.params.get(param.name)
@@ -53,7 +55,7 @@ def show_settings(ctx: Any, words: Sequence[str]) -> list[tuple[str, Any, str]]:
             where = param.envvar if isinstance(param.envvar, str) else " or ".join(param.envvar)
         else:
             where = _SOURCES.get(source, source.lower())
-        shown = _HIDDEN if flag in _SECRETS else value
+        shown = HIDDEN if flag in SECRETS else value
         settings.append((flag, shown, where))
     return settings
 
@@ -77,6 +79,9 @@ def show(ctx: typer.Context) -> None:
         print_json(
             {flag: {"value": str(value), "source": where} for flag, value, where in settings}
         )
+        return
+    if not settings:
+        print("This command has no settings.")
         return
     print_rows([(flag, f"{_text(value)}  ({where})") for flag, value, where in settings])
 

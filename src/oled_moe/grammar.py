@@ -114,8 +114,8 @@ def grammar_source(grammar: Grammar) -> str:
         # llguidance drops it in silence.
         if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:
             raise ConfigError(
-                "the regular expression ends with a backslash that escapes nothing; write two for "
-                "a backslash, or leave it out"
+                f"{grammar.title} ends with a backslash that escapes nothing; write two for a "
+                "backslash, or leave it out"
             )
         return str(LLMatcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
