@@ -209,6 +209,13 @@ class FakeReplicas:
         assert scope["path"] == "/v1/chat/completions" and body
         return FakeAnswer(self, self._answers.pop(0))
 
+    def broadcast(self, method: str, scope: dict[str, Any]) -> "FakeReplicas":
+        assert method == "answer_whole" and scope["path"] == "/metrics"
+        return self
+
+    async def results_async(self, **_: Any) -> list[Any]:
+        return [(f"replica {number}", messages) for number, messages in enumerate(self._answers)]
+
 
 class FakeAnswer:
     def __init__(self, replicas: FakeReplicas, messages: list[Any]) -> None:
@@ -239,12 +246,14 @@ def piece(body: bytes, *, has_more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": has_more}
 
 
-def through_front(replicas: FakeReplicas) -> list[dict[str, Any]]:
+def through_front(
+    replicas: FakeReplicas, path: str = "/v1/chat/completions"
+) -> list[dict[str, Any]]:
     """What the front sends to a client."""
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/v1/chat/completions",
+        "path": path,
         "query_string": b"",
         "headers": [],
         "server": ("here", 80),
@@ -264,6 +273,14 @@ def through_front(replicas: FakeReplicas) -> list[dict[str, Any]]:
 
     asyncio.run(run())
     return sent
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/"])
+def test_metrics_are_those_of_all_replicas(path: str) -> None:
+    pytest.importorskip("ray.serve.exceptions", reason="ray is not installed")
+    page = [head("text/plain"), piece(b"# TYPE x:n gauge\nx:n 1.0\n", has_more=False)]
+    _, body = through_front(FakeReplicas(page, page), path)
+    assert b'replica="replica 0"' in body["body"] and b'replica="replica 1"' in body["body"]
 
 
 def test_a_full_house_is_a_429() -> None:

@@ -296,8 +296,10 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
+        # As the app has it: a slash at the end is nothing.
+        scope["path"] = scope["path"].rstrip("/") or "/"
         try:
-            if request.url.path in _OF_ALL_REPLICAS:
+            if scope["path"] in _OF_ALL_REPLICAS:
                 return await self._ask_all(scope)
             return await self._ask_one(scope, request.headers, await self._body(request))
         except ApiError as error:
