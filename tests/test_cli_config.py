@@ -21,7 +21,9 @@ preset = "llada2-mini"
 """
 
 
-def settings(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, tuple[str, str]]:
+def settings(
+    capsys: pytest.CaptureFixture[str], *words: str | Path
+) -> dict[str, tuple[object, str]]:
     """What `config show` says: value and source by flag."""
     assert main(["config", "show", *map(str, words), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -40,19 +42,19 @@ def test_flag_then_environment_then_file_then_default(
     path = written(tmp_path, TOML)
     found = settings(capsys, "serve", "--config", path)
     assert found["model"] == ("demo", "config file")
-    assert found["threads"] == ("2", "config file"), "a command's own table wins"
-    assert found["port"] == ("8123", "config file")
-    assert found["no-cpu-experts"] == ("True", "config file")
+    assert found["threads"] == (2, "config file"), "a command's own table wins"
+    assert found["port"] == (8123, "config file")
+    assert found["no-cpu-experts"] == (True, "config file")
     assert found["host"] == ("127.0.0.1", "default")
     monkeypatch.setenv("OLED_MOE_PORT", "8200")
     monkeypatch.setenv("OLED_MOE_CONFIG", str(path))
     monkeypatch.setenv("OLED_MOE_API_KEY", "not to be seen")
     found = settings(capsys, "serve", "other", "--threads", "1")
     assert found["model"] == ("other", "command line")
-    assert found["threads"] == ("1", "command line")
-    assert found["port"] == ("8200", "OLED_MOE_PORT")
+    assert found["threads"] == (1, "command line")
+    assert found["port"] == (8200, "OLED_MOE_PORT")
     assert found["api-key"] == ("(hidden)", "OLED_MOE_API_KEY")
-    assert settings(capsys, "generate")["threads"] == ("3", "config file")
+    assert settings(capsys, "generate")["threads"] == (3, "config file")
     assert settings(capsys, "trace", "synth")["preset"] == ("llada2-mini", "config file")
     assert "threads" not in settings(capsys, "version"), "a command without the flag leaves it"
     assert main(["config", "show", "serve"]) == 0
@@ -69,13 +71,22 @@ def test_a_run_takes_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFi
     assert "42" in answer["text"]
 
 
+def test_a_table_takes_the_place_of_what_excludes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, 'memory = "1GiB"\n[serve]\nexperts-per-layer = 24\n')
+    found = settings(capsys, "serve", "demo", "--config", path)
+    assert found["experts-per-layer"] == (24, "config file") and "memory" not in found
+    assert settings(capsys, "generate", "--config", path)["memory"] == ("1GiB", "config file")
+
+
 def test_keys_of_sglang(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "threshold: 0.9\nblock_size: 32\nedit_threshold: 0.5\nmax_post_edit_steps: 4\n"
     path = written(tmp_path, text + "penalty_lambda: 0\n", "sglang.yml")
     found = settings(capsys, "generate", "--config", path)
-    for flag, value in {"threshold": "0.9", "block-length": "32", "edit-threshold": "0.5"}.items():
+    for flag, value in {"threshold": 0.9, "block-length": 32, "edit-threshold": 0.5}.items():
         assert found[flag] == (value, "config file")
-    assert found["max-post-edit-steps"] == ("4", "config file")
+    assert found["max-post-edit-steps"] == (4, "config file")
 
 
 def test_flags_that_exclude_each_other(

@@ -14,6 +14,12 @@ import typer
 
 from oled_moe.errors import InputError
 
+# Of each group at most one may be set.
+EXCLUSIVE = (
+    ("model", "shape"),
+    ("experts_per_layer", "expert_memory", "memory"),
+    ("prompt", "prompt_file", "prompt_ids"),
+)
 # What SGLang's --dllm-algorithm-config calls them.
 _ALIASES = {"block-size": "block-length"}
 # Its keys of which nothing here knows, with the value that asks for nothing.
@@ -55,10 +61,14 @@ def defaults_of(ctx: Any, path: Path) -> dict[str, Any]:
             raise InputError(f"{path}: {_unknown(key, [f for c in commands.values() for f in c])}")
         if flag in commands[name]:
             found.update(_default(path, key, value, commands[name][flag], flag))
+    own: dict[str, Any] = {}
     for key, value in _table_of(values, name).items():
         flag = _flag_of(key)
-        found.update(_default(path, key, value, commands[name][flag], flag))
-    return found
+        own.update(_default(path, key, value, commands[name][flag], flag))
+    for group in EXCLUSIVE:
+        if not own.keys().isdisjoint(group):
+            found = {each: value for each, value in found.items() if each not in group}
+    return {**found, **own}
 
 
 def read_config(path: Path) -> dict[str, Any]:

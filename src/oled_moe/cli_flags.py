@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from oled_moe.cli_config import use_config
+from oled_moe.cli_config import EXCLUSIVE, use_config
 from oled_moe.config import (
     ALGORITHMS,
     CANVAS_CACHES,
@@ -58,12 +58,6 @@ _ALGORITHM_ALIASES = {
 
 # Stands for a hyphen while help is wrapped, which would break names such as des-vote in two.
 _HYPHEN = "\ue000"
-# Of each group at most one may be set.
-_EXCLUSIVE = (
-    ("model", "shape"),
-    ("experts_per_layer", "expert_memory", "memory"),
-    ("prompt", "prompt_file", "prompt_ids"),
-)
 
 
 def flag(*names: str, help: str, panel: str | None = None, **options: Any) -> Any:
@@ -525,7 +519,7 @@ class PanelCommand(typer.core.TyperCommand):
     def settle(self, ctx: Any) -> None:
         """Of flags that exclude each other, one that is given wins over one from the environment,
         and that over one of a file. Mutates: the parameters of `ctx`."""
-        for group in _EXCLUSIVE:
+        for group in EXCLUSIVE:
             ranks = {name: _rank(ctx, name) for name in group if ctx.params.get(name) is not None}
             for name, rank in ranks.items():
                 if 0 < rank < max(ranks.values()):

@@ -77,13 +77,20 @@ def show(ctx: typer.Context) -> None:
     settings = show_settings(ctx, words)
     if len(words) != len(ctx.args):
         print_json(
-            {flag: {"value": str(value), "source": where} for flag, value, where in settings}
+            {flag: {"value": _plain(value), "source": where} for flag, value, where in settings}
         )
         return
     if not settings:
         print("This command has no settings.")
         return
     print_rows([(flag, f"{_text(value)}  ({where})") for flag, value, where in settings])
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: what is no number, switch or list is text."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float) else str(value)
 
 
 def _text(value: Any) -> str:
