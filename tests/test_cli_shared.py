@@ -165,6 +165,9 @@ def test_sentences_are_wrapped_on_a_terminal_between_words(monkeypatch: pytest.M
         ("the GPU ran out of memory", "the GPU ran out of memory"),
         ("low-precision slots; give --memory", "low-precision slots; give --memory"),
         ("unknown key 'max_model_len'", "unknown key 'max_model_len'"),
+        ("MODEL is 'a: memory is x'; memory is 1 B", "MODEL is 'a: memory is x'; memory is 1 B"),
+        ("memory is 'raise memory, lower memory'", "--memory is 'raise memory, lower memory'"),
+        ("a layer's experts; lower memory", "a layer's experts; lower --memory"),
         ("a/max_model_len: not there", "a/max_model_len: not there"),
     ],
 )

@@ -425,20 +425,22 @@ def as_flags(text: str, names: Iterable[str]) -> str:
     spelt = sorted(names, key=len, reverse=True)
     if not spelt:
         return text
+    any_name = "|".join(map(re.escape, spelt))
+    places = [
+        rf"(?:^|(?<=: )|(?<=\band ))(?:{any_name})(?= (?:is|are|and|says|draws|needs)\b)",
+        rf"(?<=\braise |\blower )(?:{any_name})(?=$|[,;.]| (?:to|by)\b)",
+        rf"(?<=\bpass )(?:{any_name})(?= to\b)",
+    ]
     compound = "|".join(name.replace("-", "_") for name in spelt if "-" in name)
     if compound:
-        text = re.sub(
-            rf"(?<![\w\"'`./-])(?:{compound})(?![\w\"'`=/-]|\.\w)",
-            lambda found: f"--{found[0].replace('_', '-')}",
-            text,
-        )
-    any_name = "|".join(map(re.escape, spelt))
-    subject = rf"(?:^|(?<=: )|(?<=\band ))(?:{any_name})(?= (?:is|are|and|says|draws|needs)\b)"
-    thing = rf"(?<=\braise |\blower )(?:{any_name})(?=$|[,;.]| (?:to|by)\b)"
-    verbs = rf"(?<=\bpass )(?:{any_name})(?= to\b)"
-    for place in (subject, thing, verbs):
-        text = re.sub(place, r"--\g<0>", text)
-    return text
+        places.append(rf"(?<![\w`./-])(?:{compound})(?![\w`=/-]|\.\w)")
+    # What stands in quotes is a value of the user's. An apostrophe within a word is no quote.
+    quoted = r"(?<!\w)'[^']*'|\"[^\"]*\""
+    return re.sub(
+        "|".join([quoted, *places]),
+        lambda found: found[0] if found[0][0] in "'\"" else f"--{found[0].replace('_', '-')}",
+        text,
+    )
 
 
 def takes_flags(command: Callable[..., Any]) -> Callable[..., Any]:
