@@ -94,6 +94,20 @@ def test_index_only_directory_is_planned(run: Run, index_only: Path) -> None:
     assert len(view["notes"]) == 1
 
 
+def test_a_short_context_is_planned_for_a_prompt_that_fits(
+    run: Run, index_only: Path, tmp_path: Path
+) -> None:
+    """The default of --prompt-tokens was refused as if somebody had asked for it."""
+    folder = tmp_path / "short"
+    shutil.copytree(index_only, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 256
+    (folder / "config.json").write_text(json.dumps(config))
+    code, out, _ = run("plan", str(folder), "--ram", "12GiB", "--json")
+    assert code == 0 and strict(out)["prediction"]["prompt_tokens"] <= 256
+    assert run("plan", str(folder), "--ram", "12GiB", "--prompt-tokens", "512")[0] == 2
+
+
 def drop(name: str) -> Callable[[dict[str, Any]], None]:
     return lambda index: index["weight_map"].pop(name)
 

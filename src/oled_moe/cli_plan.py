@@ -47,7 +47,6 @@ from oled_moe.model_paths import find_sizes
 from oled_moe.shapes import SHAPES
 
 DEVICE_NAMES = ("cpu", "emulated", "cuda")
-DEFAULT_PROMPT_TOKENS = 512
 # No machine has less: a smaller number without a unit is meant otherwise.
 _LEAST_MEMORY_BYTES = 2**20
 SIZES_HELP = f"{MODEL_HELP[:-1]}, or sizes without files: {', '.join(SHAPES)}."
@@ -92,12 +91,13 @@ class PlanFlags:
         int | None, _engine("--max-model-len", help="Longest prompt and answer, in tokens.")
     ] = None
     prompt_tokens: Annotated[
-        int,
+        int | None,
         flag(
             "--prompt-tokens",
-            help="Prompt length that the first token is predicted for.",
+            help="Prompt length that the first token is predicted for; default: 512, or what the "
+            "model's context has room for.",
         ),
-    ] = DEFAULT_PROMPT_TOKENS
+    ] = None
     lossy: Lossy = None
     low_precision: LowPrecision = None
     hardware: Annotated[

@@ -379,7 +379,7 @@ def _warn_if_open(host: str, keys: Sequence[str]) -> None:
 
 def _print_plan(model: str, config: EngineConfig) -> int:
     """What `plan` says of this machine, for the server's number of sequences."""
-    from oled_moe.cli_plan import DEFAULT_PROMPT_TOKENS, print_outlook, with_flags
+    from oled_moe.cli_plan import print_outlook, with_flags
     from oled_moe.outlook import find_hardware, open_sizes, outlook, this_machine
 
     hardware, source = find_hardware(config.hardware, config.device)  # type: ignore[arg-type]  # flags give a path
@@ -389,7 +389,6 @@ def _print_plan(model: str, config: EngineConfig) -> int:
         this_machine(config.device),
         hardware,
         hardware_source=source,
-        prompt_tokens=DEFAULT_PROMPT_TOKENS,
     ).to_dict()
     print_outlook(with_flags(view))
     return 0 if view["fit"]["is_fitting"] else DoesNotFitError.exit_code

@@ -38,7 +38,6 @@ from oled_moe.outlook import (
 )
 from oled_moe.outlook import plan_to_dict as plan_to_dict
 from oled_moe.packs import expert_dtype_name
-from oled_moe.prediction import DEFAULT_PROMPT_TOKENS
 from oled_moe.profiler import (
     Measurements,
     default_profile_path,
@@ -402,7 +401,7 @@ class Question:
     model: str
     config: EngineConfig
     device: str
-    prompt_tokens: int = DEFAULT_PROMPT_TOKENS
+    prompt_tokens: int | None = None
     hardware: str | Path | None = None
     form: str | None = None
 

@@ -588,16 +588,19 @@ def outlook(
     hardware: HardwareProfile,
     *,
     hardware_source: str,
-    prompt_tokens: int = DEFAULT_PROMPT_TOKENS,
+    prompt_tokens: int | None = None,
 ) -> Outlook:
     """Plan a model and predict its speed from sizes alone. `config.device` is not looked at.
 
+    `prompt_tokens`: DEFAULT_PROMPT_TOKENS where None, or what the model's context has room for.
     Raises: ConfigError for numbers that make no sense, and as `open_low_precision`. What does not
     fit is said in the outlook.
     """
     model = replace(model, notes=(*model.notes, *_lossy_notes(config)))
     num_behind = model.denoising.canvas_tokens + model.config.decoding.num_reserved
     most = model.config.max_positions - num_behind
+    if prompt_tokens is None:
+        prompt_tokens = max(1, min(DEFAULT_PROMPT_TOKENS, most))
     check_int("prompt-tokens", prompt_tokens, minimum=1, maximum=most)
     try:
         plan = plan_for(model, config, machine, hardware)
