@@ -456,6 +456,20 @@ def test_all_experts_resident_are_loaded_once(stored_qwen: tuple[Any, Path]) -> 
 # One model among others
 
 
+def test_experts_come_back_to_a_model_that_has_changed_since() -> None:
+    """A part that was added is left alone, and what a model had for saving is back."""
+    model = random_model()
+
+    def own_saving(*_: object) -> None: ...
+
+    model.model.save_pretrained = own_saving
+    offload_experts(model, experts_per_layer=2)
+    model.added = random_model()
+    restore_experts(model)
+    assert model.model.save_pretrained is own_saving
+    assert "save_pretrained" not in vars(model) and "save_pretrained" not in vars(model.added)
+
+
 def test_saving_and_copying_are_refused_until_experts_are_back(tmp_path: Path) -> None:
     whole = random_model()
     model = offload_experts(copy.deepcopy(whole), experts_per_layer=2)

@@ -319,8 +319,8 @@ def checkup_rows(checkup: Mapping[str, Any]) -> Rows:
 
 
 def _rate(figure: Mapping[str, Any]) -> str:
-    low, high = (f"{figure[name] / 1e9:.1f}" for name in ("minimum", "maximum"))
-    return f"{figure['median'] / 1e9:.1f} GB/s ({low} to {high})"
+    low, high = (gigabytes_per_s(figure[name]) for name in ("minimum", "maximum"))
+    return f"{gigabytes_per_s(figure['median'])} ({low} to {high})"
 
 
 def gigabytes_per_s(bytes_per_s: float) -> str:

@@ -171,6 +171,8 @@ class ModelExperts:
         self._step = 0
         self._hooks: list[Any] = []
         self._configs: list[tuple[nn.Module, Any]] = []
+        # Parts that may not save themselves meanwhile, with what they had to do it: None as a rule.
+        self._savers: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
         self._release = weakref.finalize(self, _close_all, tiers, store)
         self._model: weakref.ref[PreTrainedModel] | None = None
 
@@ -193,6 +195,7 @@ class ModelExperts:
                 hook = module.register_forward_pre_hook(self._see_call, with_kwargs=True)
                 self._hooks.append(hook)
                 # Refused before the config is written, which would be half a checkpoint.
+                self._savers[module] = vars(module).get("save_pretrained")
                 module.save_pretrained = _refuse_saving
 
     def restore(self) -> None:
@@ -204,9 +207,10 @@ class ModelExperts:
             put_back(self._found, self._store, device)
             for hook in self._hooks:
                 hook.remove()
-            for part in model.modules():
-                if isinstance(part, PreTrainedModel):
-                    delattr(part, "save_pretrained")
+            for part, saver in self._savers.items():
+                del part.save_pretrained
+                if saver is not None:
+                    part.save_pretrained = saver
             for module, config in self._configs:
                 module.config = config
                 delattr(module, OWNER)
